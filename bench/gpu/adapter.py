@@ -1,4 +1,5 @@
-"""GB/s of the vLLM adapter's copies between a KV cache and each kind of buffer."""
+"""GB/s of the vLLM adapter's copies between a KV cache and each kind of buffer; into a GPU's, also
+as an idle engine makes them."""
 
 from __future__ import annotations
 
@@ -15,16 +16,17 @@ from bench.report import Result
 from kvmig.core.errors import KvmigError
 from kvmig.core.layout import KVLayout
 from kvmig.engines.block_copies import BlockPlan, CopyBackend, HostCopies
-from kvmig.engines.device_copies import load
+from kvmig.engines.device_copies import DeviceCopies, load
 from kvmig.kernels.api import Device
 from kvmig.kernels.driver import current_device
 from kvmig.kernels.ipc import view
 from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 
 REPEATS = 3
+IDLE = "device, idle engine"
 BUFFERS: dict[Device, tuple[str, ...]] = {
     "cpu": ("mapping", "shm", "bytes"),
-    "cuda": ("device", "mapping", "shm", "bytes"),
+    "cuda": ("device", IDLE, "mapping", "shm", "bytes"),
 }
 
 
@@ -48,7 +50,7 @@ def buffers_of(site: Site, kind: str, nbytes: int) -> Iterator[tuple[memoryview,
             inbox.close()
             staging.close()
         return
-    if kind == "device":
+    if kind in ("device", IDLE):
         memory = site.memory(nbytes, 0)
         buffer = view(memory.data_ptr(), nbytes, memory)
     else:
@@ -69,6 +71,9 @@ def adapter(site: Site, shape: Shape, nbytes: int, result: Result) -> None:
     here, there = (_copies(site, shape.layout(one.data_ptr(), blocks)) for one in (source, target))
     try:
         for kind in BUFFERS[site.device]:
+            for end, _ in (here, there):
+                if isinstance(end, DeviceCopies):
+                    end.width.engine_idle = partial(bool, kind == IDLE)
             moved = len(chosen) * shape.block_bytes
             with buffers_of(site, kind, moved) as (out, data):
                 sums, gather_s = _timed(partial(here[0].gather, chosen, out))

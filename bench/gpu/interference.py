@@ -2,7 +2,8 @@
 CTAs. A step is a CUDA graph: products of a few rows by large matrices, and a read of KV memory.
 
 The figure is that of the product's own settings: the kernels that it takes here, with as many CTAs
-as it gives them. The least slowdown of all stands beside it."""
+as it gives them. The least slowdown of all stands beside it, and that of the CTAs of an idle
+engine's copies, into which a step may begin."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from bench.gpu.gather import taken
 from bench.gpu.shapes import SHAPES, ids
 from bench.report import begin, finish, say, table
 from kvmig.core.errors import KvmigError
+from kvmig.engines.copy_width import copy_workers
 from kvmig.kernels.api import BlockCopy
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 132)
@@ -155,7 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
     deadline = Deadline(MOST_S)
     ways = site.ways()
     product = taken(ways, site.multiprocessors)
-    counts = (product[1], *(WORKERS[:2] if quick else WORKERS))
+    idle = product[0], copy_workers(product[1], True, site.multiprocessors)
+    counts = (product[1], idle[1], *(WORKERS[:2] if quick else WORKERS))
     for way in ways:
         for workers in dict.fromkeys(counts if way.capped else (0,)):
             if deadline.over(result):
@@ -176,6 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
     for sample in measured:
         if (sample["way"], sample["workers"]) == product:
             result.summary |= {"slowdown": sample["slowdown"], "gb_s": sample["gb_s"]}
+        if (sample["way"], sample["workers"]) == idle:
+            result.summary["slowdown_in_idle_copy"] = sample["slowdown"]
     result.targets = {"slowdown": {"max": TARGET}}
     rows = [tuple(sample.values()) for sample in measured]
     columns = ("way", "CTAs", "alone, ms", "beside, ms", "slowdown", "GB/s")

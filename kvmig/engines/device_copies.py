@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.engines.block_copies import CopyPass, CopyPlan
+from kvmig.engines.copy_width import CopyWidth
 from kvmig.kernels.api import Kernels, PendingWork
 from kvmig.kernels.arrays import ArrayMemory, memory_of
 from kvmig.kernels.copy import checked, start_copy
@@ -29,9 +30,9 @@ from kvmig.kernels.side_stream import SideStream
 SCRATCH_BYTES = 16 << 20
 """Pinned scratch memory, in two halves, for buffers that can't be pinned."""
 CTAS_OF_TMA = 4
-"""Thread blocks of a copy through the TMA: as few as leave the SMs to the engine's steps, and keep
-a link busy. An H100's PCIe takes as much from 4 as from 32 (50 GB/s; 2 bring 31 GB/s from the
-host), and its own memory 70 GB/s."""
+"""Thread blocks of a copy through the TMA while the engine isn't idle (`copy_width`): as few as
+leave the SMs to the engine's steps, and keep a link busy. An H100's PCIe takes as much from 4 as
+from 32 (50 GB/s; 2 bring 31 GB/s from the host), and its own memory 70 GB/s."""
 CTAS_WITHOUT_TMA = 8
 """The same without the TMA, and for blocks of runs that are too short for it."""
 TMA_RUN = 8 << 10
@@ -71,6 +72,8 @@ class DeviceCopies:
         with ExitStack() as held:
             self._marks = StepMarks(device, steps_overlap)
             held.callback(self._marks.close)
+            self.width = CopyWidth(device)
+            held.callback(self.width.close)
             self._streams: list[SideStream] = []
             for priority in (0, device.stream_priorities()[1]):
                 self._streams.append(SideStream(device, priority))
@@ -89,7 +92,8 @@ class DeviceCopies:
         memory = self._checked(ids, out)
         with self._settled(urgent, out):
             if self._reaches(memory, out):
-                return self._start(self._plan.gather(ids, memory.address), memory.address).wait()
+                passes = self._plan.gather(ids, memory.address)
+                return self._start(passes, memory.address, memory.device == "cuda").wait()
             return self._gather_by_scratch(ids, memory.address)
 
     def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
@@ -97,7 +101,8 @@ class DeviceCopies:
         memory = self._checked(ids, data)
         with self._settled(urgent, data):
             if self._reaches(memory, data):
-                return self._start(self._plan.scatter(ids, memory.address), memory.address).wait()
+                passes = self._plan.scatter(ids, memory.address)
+                return self._start(passes, memory.address, memory.device == "cuda").wait()
             return self._scatter_by_scratch(ids, memory.address)
 
     def try_out(self) -> None:
@@ -159,13 +164,18 @@ class DeviceCopies:
                 self._unsettled.append(buffer)
                 raise
 
-    def _start(self, passes: Iterable[CopyPass], buffer: int) -> PendingWork:
-        """Queue a copy to or from a buffer that the kernels reach."""
+    def _start(
+        self, passes: Iterable[CopyPass], buffer: int, between_gpus: bool = False
+    ) -> PendingWork:
+        """Queue a copy to or from a buffer that the kernels reach. between_gpus: it is a GPU's,
+        which takes more than the few CTAs bring; the host's takes no more."""
         (one,) = passes
-        stream = self._stream.handle
-        if self._tma is None or buffer % _TMA_GRAIN:
-            return start_copy(self._by, *one, stream=stream, workers=CTAS_WITHOUT_TMA)
-        return self._tma.copy_tma(checked(*one), checksums=True, stream=stream, workers=CTAS_OF_TMA)
+        tma = None if buffer % _TMA_GRAIN else self._tma
+        stream, few = self._stream.handle, CTAS_WITHOUT_TMA if tma is None else CTAS_OF_TMA
+        ctas = self.width.choose_workers(few) if between_gpus else few
+        if tma is None:
+            return start_copy(self._by, *one, stream=stream, workers=ctas)
+        return tma.copy_tma(checked(*one), checksums=True, stream=stream, workers=ctas)
 
     # -- through scratch memory
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvmig.engines.base import CameBlocks, Tail
+from kvmig.engines.device_copies import DeviceCopies
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.migration import VllmDestination
 from tests.support.vllm_pair import PROMPT, Pair
@@ -49,6 +50,11 @@ async def ready_to_commit(pair: Pair) -> tuple[Tail, CameBlocks]:
     blocks = await pair.done(pair.b.engine.grow("moved", tail.num_tokens))
     pair.b.engine.assign("moved", 1)
     return tail, CameBlocks(0, [blocks[place] for place in tail.places], buffer, sums)
+
+
+def device_copies_of(side: Side) -> DeviceCopies | None:
+    """Its copies on a GPU, if its cache is there."""
+    return side.engine._memory._gpu
 
 
 def destination_of(side: Side) -> VllmDestination:

@@ -42,6 +42,8 @@ class StepLoop:
         """Called on the loop's thread after each step, before all else."""
         self.step_began: float | None = None
         """When the present step began (time.monotonic); None between steps."""
+        self.at_rest = True
+        """Whether there was nothing to do when this last looked."""
         self.cadence_meter = CadenceMeter()
         self._thread = EngineThread(self._fail_calls)
 
@@ -100,8 +102,9 @@ class StepLoop:
         began = self.step_began = time.monotonic()
         try:
             with self.memory:
-                if not self._processor.prepare_next_batch():
-                    return False
+                self.at_rest = not self._processor.prepare_next_batch()
+            if self.at_rest:
+                return False
             self._processor._generation_step(self._manager.model)
             with self.memory:
                 self._processor.update_batch()

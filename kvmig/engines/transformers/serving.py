@@ -118,6 +118,7 @@ class ServingTransformers:
         # A step's tokens are known when all that it queued is done: no step overlaps another.
         copies = device_copies.load(self._blocks.plan(), current_device(), steps_overlap=False)
         self._loop.after_step = lambda: copies.after_step(self._loop.stream.cuda_stream)
+        copies.width.engine_idle = lambda: self._loop.at_rest
         return copies
 
     # -- what it does and holds

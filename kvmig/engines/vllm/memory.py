@@ -95,6 +95,7 @@ class BlockMemory:
         if config.device_config.device_type == "cpu":
             return layout, HostCopies(plan or BlockPlan(layout))
         copies = self._on_gpu(config, plan or BlockPlan(layout), self._cache.gpu)
+        copies.width.engine_idle = lambda: not self._core.has_work()
         return replace(layout, gpu=copies.gpu), copies
 
     def _on_gpu(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,6 +15,7 @@ from msgspec import structs
 from kvmig.core.errors import ConfigError, StartupError, UnsupportedLayout
 from kvmig.engines.transformers import factory, versions
 from kvmig.engines.transformers.config import EngineConfig, parse
+from kvmig.engines.transformers.loop import StepLoop
 from kvmig.engines.transformers.model import refuse_windows
 from kvmig.engines.transformers.payload import SubmittedRequest, decode
 from kvmig.engines.transformers.requests import all_tokens, make_state
@@ -54,6 +57,29 @@ def test_another_version_is_refused_with_the_supported_ones(
 def test_fields_that_can_not_be_used_are_named(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         factory(**fields)
+
+
+def test_the_loop_is_at_rest_until_it_finds_something_to_do_and_when_it_finds_nothing() -> None:
+    """Copies ask it on their own thread whether they may take many SMs."""
+    there, rests, over = [True, False], list[bool](), threading.Event()
+    loop: StepLoop
+
+    def prepare() -> bool:
+        rests.append(loop.at_rest)
+        return there.pop(0)
+
+    processor = SimpleNamespace(
+        inputs_and_outputs=SimpleNamespace(compute_stream=None, requests_in_batch=[]),
+        prepare_next_batch=prepare,
+        _generation_step=lambda model: rests.append(loop.at_rest),
+        update_batch=lambda: None,
+    )
+    loop = StepLoop(SimpleNamespace(batch_processor=processor, model=None), lambda _: None)
+    loop.start(lambda error: over.set())
+    loop.call(lambda: None).result(10)
+    assert loop.stop(10)
+    assert over.wait(10)
+    assert [*rests, loop.at_rest] == [True, False, False, True]
 
 
 def test_sliding_windows_are_refused_by_name() -> None:

@@ -17,6 +17,7 @@ from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.core.layout import KVLayout, Region
 from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockPlan, HostCopies
+from kvmig.engines.copy_width import CTAS_WHILE_IDLE
 from kvmig.engines.device_copies import (
     CTAS_OF_TMA,
     CTAS_WITHOUT_TMA,
@@ -213,6 +214,26 @@ def test_long_runs_go_through_the_tma_to_whatever_it_reaches(gpus: None, kind: s
     assert world.read(out) == world.blocks(IDS)
     assert world.copies.scatter(IDS, out) == sums
     assert world.launches.workers == [CTAS_OF_TMA] * 2
+    del out
+    world.close()
+
+
+@pytest.mark.parametrize(("runs", "few"), [(SHORT, CTAS_WITHOUT_TMA), (LONG, CTAS_OF_TMA)])
+@pytest.mark.parametrize("kind", ["device", "mapping"])
+def test_an_idle_engine_copies_wide_to_a_gpu_and_from_it_and_not_to_the_host(
+    gpus: None, monkeypatch: pytest.MonkeyPatch, runs: Sequence[int], few: int, kind: str
+) -> None:
+    """The host's link takes no more than few bring."""
+    monkeypatch.setenv("KVMIG_FAKE_SMS", "64")
+    world = World(runs=runs)
+    out = world.buffer(kind, len(IDS) * world.size)
+    for idle in (True, False):
+        world.copies.width.engine_idle = partial(bool, idle)
+        sums = world.copies.gather(IDS, out)
+        assert world.read(out) == world.blocks(IDS)
+        assert world.copies.scatter(IDS, out) == sums
+    wide = CTAS_WHILE_IDLE if kind == "device" else few
+    assert world.launches.workers == [wide, wide, few, few]
     del out
     world.close()
 

@@ -14,6 +14,7 @@ import pytest
 from kvmig.engines.vllm import worker
 from kvmig.engines.vllm.serving import ServingVllm
 from tests.support import fake_gpu, gpu_worker
+from tests.support.copy_device import device_copies_of
 from tests.support.vllm_pair import LONG, PROMPT, SEEDED, Engines, Pair, assert_same
 from tests.support.vllm_side import Configuration, Side
 
@@ -79,3 +80,20 @@ async def test_a_request_moved_there_and_back_equals_one_left_alone(pair: Pair) 
 async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
     unmoved = await pair.unmoved(LONG)
     assert_same(await pair.moved_in_prefill(LONG), unmoved)
+
+
+async def test_copies_are_wide_until_the_engine_has_a_request_and_after_it(pair: Pair) -> None:
+    copies = device_copies_of(pair.b)
+    if copies is None:
+        pytest.skip("an engine on a CPU")
+    await pair.idle()
+    assert copies.width.engine_idle()
+    await pair.run(pair.b, "alone", PROMPT, until=3)
+    assert not copies.width.engine_idle()
+    await pair.done(pair.b.engine.export("alone"))
+    await pair.suspend(pair.b, "alone", 0)
+    await pair.idle()
+    assert copies.width.engine_idle(), "its only request is suspended"
+    await pair.done(pair.b.engine.resume("alone"))
+    assert not copies.width.engine_idle()
+    await pair.finish("alone")
