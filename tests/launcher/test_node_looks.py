@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+from unittest import mock
 
 import msgspec
 import pytest
 
 from kvmig.launcher import ray_agents, ray_cluster
+from kvmig.launcher.node_files import NodeWish
 from kvmig.launcher.node_reports import NodeMeasure
 from kvmig.launcher.ray_agents import NodeAgents, WatchedNode, checked_measure
 from kvmig.launcher.ray_cluster import RayNode
@@ -63,9 +65,11 @@ def test_an_agent_that_can_not_measure_now_is_asked_again(monkeypatch: pytest.Mo
         raise ray.exceptions.RayTaskError("measure", f"OSError: {failed}", failed)
 
     monkeypatch.setattr(ray, "get", get)
-    watched, agent = WatchedNode(RayNode("a", "a", {}, {})), object()
-    monkeypatch.setattr(watched, "_agent", agent)
-    watched.asked = object()
+    monkeypatch.setattr(ray, "remote", mock.MagicMock())
+    watched = WatchedNode(RayNode("a" * 56, "a", {}, {}))
+    watched.ask_agent(NodeWish(), {})
+    agent = watched.agent
+    assert agent is not None
     watched.take_answer()
     assert watched.agent is agent
     assert "Too many open files" in watched.report().why
