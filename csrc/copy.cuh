@@ -65,6 +65,18 @@ __device__ inline void pass_whole(const CtaPieces &piece, BlockSum &sum) {
     }
 }
 
+// By accesses as wide as its addresses allow.
+template <bool kWrites, bool kSums>
+__device__ inline void pass_other(const CtaPieces &piece, BlockSum &sum) {
+    switch (piece.access()) {
+        case 16: pass_piece<16, kWrites, kSums>(piece, sum); break;
+        case 8: pass_piece<8, kWrites, kSums>(piece, sum); break;
+        case 4: pass_piece<4, kWrites, kSums>(piece, sum); break;
+        case 2: pass_piece<2, kWrites, kSums>(piece, sum); break;
+        default: pass_piece<1, kWrites, kSums>(piece, sum); break;
+    }
+}
+
 template <bool kWrites, bool kSums>
 __device__ inline void pass_blocks(const Copies &copies) {
     BlockSum sum(copies.checksums);
@@ -75,13 +87,7 @@ __device__ inline void pass_blocks(const Copies &copies) {
             pass_whole<kWrites, kSums>(piece, sum);
             continue;
         }
-        switch (piece.access()) {
-            case 16: pass_piece<16, kWrites, kSums>(piece, sum); break;
-            case 8: pass_piece<8, kWrites, kSums>(piece, sum); break;
-            case 4: pass_piece<4, kWrites, kSums>(piece, sum); break;
-            case 2: pass_piece<2, kWrites, kSums>(piece, sum); break;
-            default: pass_piece<1, kWrites, kSums>(piece, sum); break;
-        }
+        pass_other<kWrites, kSums>(piece, sum);
     }
     if (kSums) sum.enter(-1);
 }
@@ -93,6 +99,7 @@ __device__ inline void pass_blocks(const Copies &copies) {
     const kvmig_region *src, const kvmig_region *dst, int64_t n_regions,                      \
         const int64_t *src_ids, const int64_t *dst_ids, int64_t n, uint64_t *checksums
 
+#ifndef KVMIG_DEVICE_CODE_ONLY
 extern "C" __global__ void __launch_bounds__(kvmig::kCopyThreads, kvmig::kCopyCtasPerSm)
     kvmig_copy_kernel(KVMIG_COPIES) {
     kvmig::pass_blocks<true, false>({src, dst, n_regions, src_ids, dst_ids, n, checksums});
@@ -108,5 +115,6 @@ extern "C" __global__ void __launch_bounds__(kvmig::kCopyThreads, kvmig::kCopyCt
                           int64_t n, uint64_t *checksums) {
     kvmig::pass_blocks<false, true>({src, nullptr, n_regions, ids, nullptr, n, checksums});
 }
+#endif
 
 #endif

@@ -9,8 +9,6 @@
 
 namespace kvmig {
 
-constexpr int kStageBytes = 16 * 1024;
-constexpr int kStages = 3;
 constexpr int kDraining = 1;  // stages whose stores may still be reading; the others load
 #ifdef __CUDACC__
 constexpr int kSummingWarps = 8;  // two a scheduler: one alone waits for its own results
@@ -26,24 +24,30 @@ struct Stage {
     Barrier filled, summed;
 };
 
-struct Ring {
+template <int kBytes, int kCount>
+struct StageRing {
+    static constexpr int kStageBytes = kBytes, kStages = kCount;
+
     alignas(128) unsigned char data[kStages][kStageBytes];
     Stage stages[kStages];
-};
-static_assert(sizeof(Ring) <= 49 * 1024, "a quarter of an SM's shared memory, at most");
 
-// How often stage i % kStages was used before item i, as the parity that a wait asks for.
-__device__ inline uint32_t parity(int64_t i) { return static_cast<uint32_t>(i / kStages % 2); }
+    // How often stage i % kStages was used before item i, as the parity that a wait asks for.
+    __device__ static uint32_t parity(int64_t i) { return static_cast<uint32_t>(i / kStages % 2); }
+};
+using Ring = StageRing<16 * 1024, 3>;
+static_assert(sizeof(Ring) <= 49 * 1024, "a quarter of an SM's shared memory, at most");
 
 // One thread. Item i + kStages - kDraining is loaded when the store of item i - kDraining has
 // left the stage that both use.
-template <bool kSums>
-__device__ inline void move_pieces(Ring &ring, Pieces<kStageBytes> &piece, int64_t count) {
+template <bool kSums, class AnyRing>
+__device__ inline void move_pieces(AnyRing &ring, Pieces<AnyRing::kStageBytes> &piece,
+                                   int64_t count) {
+    constexpr int kStages = AnyRing::kStages;
     int64_t loaded = 0;
     const auto load_next = [&] {
         const int s = static_cast<int>(loaded % kStages);
         Stage &stage = ring.stages[s];
-        if (kSums && loaded >= kStages) barrier_wait(&stage.summed, parity(loaded - kStages));
+        if (kSums && loaded >= kStages) barrier_wait(&stage.summed, ring.parity(loaded - kStages));
         stage.to = piece.to();
         stage.block = piece.block();
         stage.first_word = piece.first_word();
@@ -57,7 +61,7 @@ __device__ inline void move_pieces(Ring &ring, Pieces<kStageBytes> &piece, int64
     while (loaded < count && loaded < kStages - kDraining) load_next();
     for (int64_t i = 0; i < count; ++i) {
         const int s = static_cast<int>(i % kStages);
-        barrier_wait(&ring.stages[s].filled, parity(i));
+        barrier_wait(&ring.stages[s].filled, ring.parity(i));
         bulk_store(ring.stages[s].to, ring.data[s],
                    static_cast<uint32_t>(ring.stages[s].bytes));
         if (loaded == count) continue;
@@ -67,13 +71,14 @@ __device__ inline void move_pieces(Ring &ring, Pieces<kStageBytes> &piece, int64
     bulk_wait_written();
 }
 
-__device__ inline void sum_stages(Ring &ring, int64_t count, uint64_t *checksums) {
+template <class AnyRing>
+__device__ inline void sum_stages(AnyRing &ring, int64_t count, uint64_t *checksums) {
     const int first = static_cast<int>(threadIdx.x) - kWarp;
     BlockSum sum(checksums);
     for (int64_t i = 0; i < count; ++i) {
-        const int s = static_cast<int>(i % kStages);
+        const int s = static_cast<int>(i % AnyRing::kStages);
         Stage &stage = ring.stages[s];
-        barrier_wait(&stage.filled, parity(i));
+        barrier_wait(&stage.filled, ring.parity(i));
         sum.enter(stage.block);
         const Vector *held = reinterpret_cast<const Vector *>(ring.data[s]);
         const uint64_t bias = word_bias(stage.first_word);
@@ -87,10 +92,10 @@ __device__ inline void sum_stages(Ring &ring, int64_t count, uint64_t *checksums
     sum.enter(-1);
 }
 
-template <bool kSums>
+template <bool kSums, class AnyRing>
 __device__ inline void pass_ring(const Copies &copies) {
     extern __shared__ __align__(128) unsigned char kvmig_shared[];
-    Ring &ring = *reinterpret_cast<Ring *>(kvmig_shared);
+    AnyRing &ring = *reinterpret_cast<AnyRing *>(kvmig_shared);
     if (threadIdx.x == 0) {
         for (Stage &stage : ring.stages) {
             barrier_init(&stage.filled, 1);
@@ -99,7 +104,7 @@ __device__ inline void pass_ring(const Copies &copies) {
         barrier_init_fence();
     }
     __syncthreads();
-    Pieces<kStageBytes> piece(copies, gridDim.x, blockIdx.x);
+    Pieces<AnyRing::kStageBytes> piece(copies, gridDim.x, blockIdx.x);
     const int64_t count = piece.left();
     if (threadIdx.x == 0)
         move_pieces<kSums>(ring, piece, count);
@@ -109,6 +114,7 @@ __device__ inline void pass_ring(const Copies &copies) {
 
 }  // namespace kvmig
 
+#ifndef KVMIG_DEVICE_CODE_ONLY
 // Empty below sm_90, where kvmig_copy_tma doesn't launch it.
 extern "C" __global__ void __launch_bounds__(kvmig::kTmaThreads)
     kvmig_copy_tma_kernel(const kvmig_region *src, const kvmig_region *dst, int64_t n_regions,
@@ -117,10 +123,11 @@ extern "C" __global__ void __launch_bounds__(kvmig::kTmaThreads)
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     const kvmig::Copies copies{src, dst, n_regions, src_ids, dst_ids, n, checksums};
     if (checksums)
-        kvmig::pass_ring<true>(copies);
+        kvmig::pass_ring<true, kvmig::Ring>(copies);
     else
-        kvmig::pass_ring<false>(copies);
+        kvmig::pass_ring<false, kvmig::Ring>(copies);
 #endif
 }
+#endif
 
 #endif

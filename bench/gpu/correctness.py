@@ -121,8 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def all_checks(site: Site, quick: bool) -> Iterator[Check]:
-    """Of all kernels and ways to copy, by name."""
-    for way in site.ways():
+    """Of all kernels and ways to copy, by name; last of those that kvmig doesn't use."""
+    for way in (*site.ways(), *site.variants()):
         for name, check in copy_checks(site, way, quick):
             yield f"{way.name}: {name}", check
 

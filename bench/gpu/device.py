@@ -126,6 +126,20 @@ class Site:
             ways += [engine(), *tma(found["cuda"])]
         return ways
 
+    def variants(self) -> list[Way]:
+        """Kernels that might take the place of the CUDA library's; `reasons` says why none is
+        here. None where only some kernels are asked for."""
+        if self.device == "cpu" or len(self._names) == 1:
+            return []
+        from bench.gpu.cuda_ways import variants
+
+        try:
+            return variants(select.load("cuda", self.device))
+        except (KvmigError, OSError) as error:
+            self.reasons["variants"] = str(error)
+            say(f"no variants: {error}")
+            return []
+
     def seconds(self, work: Callable[[], object], repeats: int = 5, calls: int = 2) -> float:
         """Median time of one call, of `calls` queued one behind the other, after a warm-up."""
         work()

@@ -1,8 +1,10 @@
 """GB/s of payload at which paged blocks are gathered into a fused buffer, past every cache: each
 way to copy, by shape, order of ids, CTAs, with checksums and without; beside one large copy.
 
-The product's own figure is in GB/s: the kernels that it takes here, with as few CTAs as it gives
-them. The share of the copy's ceiling is that of the best of all ways and counts."""
+The product's own figures are in GB/s: the kernels that it takes here, with as few CTAs as it gives
+them beside an engine's steps, and with those of an idle engine. The share of the copy's ceiling is
+that of the best of all ways and counts that kvmig has. Kernels that might take the place of its own
+(variants.cu) are measured last, and compared with these."""
 
 from __future__ import annotations
 
@@ -19,14 +21,21 @@ from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import Result, begin, finish, say, table
 from kvmig.core.errors import KvmigError
 from kvmig.core.layout import Region
+from kvmig.engines.copy_width import copy_workers
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_WITHOUT_TMA
 from kvmig.kernels.api import BlockCopy
 
 WORKERS = (0, 1, 2, 4, 8, 16, 32, 64, 132)
+FEW = (4, 16)
+"""CTAs that variants are measured with, besides one and two on each SM."""
 ORDERS = ("random", "contiguous")
+VARIANTS = ("rolling", "tma-")
+"""How the names of variants begin (variants.cu)."""
 MOST_S = 75.0
 TARGETS = {65536: 0.90, 18432: 0.85}
 """Least share of the copy ceiling, on as many CTAs as it takes, by bytes of a run."""
+IDLE_GB_S = 200.0
+"""What the product's copies with checksums should bring where the engine idles: NVLink's."""
 GIB = 1 << 30
 
 
@@ -51,13 +60,22 @@ def taken(ways: Sequence[Way], most: int) -> tuple[str, int]:
 
 def cases(ways: list[Way], most: int) -> Iterator[Case]:
     """Way by way, in their order. No more workers than `most`, the device's, except for the TMA's
-    ring, of which an SM holds two."""
+    ring, of which an SM holds two. Contiguous ids with as many CTAs as the kernels choose."""
     counts = sorted({*(count for count in WORKERS if count <= most), taken(ways, most)[1]})
     for way, shape, order in product(ways, SHAPES, ORDERS):
         twice = (2 * most,) if way.name == TMA else ()
-        for workers in (*counts, *twice) if way.capped else (0,):
+        several = way.capped and order == ORDERS[0]
+        for workers in (*counts, *twice) if several else (0,):
             for checksums in (True, False) if way.summing else (False,):
                 yield Case(shape, order, way, workers, checksums)
+
+
+def variant_cases(variants: list[Way], most: int) -> Iterator[Case]:
+    """What decides about a variant: random ids, few CTAs, and one and two on each SM."""
+    for way, shape in product(variants, SHAPES):
+        for workers in (*(count for count in FEW if count <= most), most, 2 * most):
+            for checksums in (True, False):
+                yield Case(shape, ORDERS[0], way, workers, checksums)
 
 
 class Memory:
@@ -137,11 +155,12 @@ def measure(site: Site, memory: Memory, case: Case) -> dict[str, Any]:
     return sample
 
 
-def summarise(result: Result, ceiling: float, product: tuple[str, int]) -> None:
+def summarise(result: Result, ceiling: float, product: tuple[str, int], most: int) -> None:
     """Shares of the ceiling, and the product's GB/s, for each run that has a target; wrong samples.
 
-    product: the way that the product takes, and its CTAs.
+    product: the way that the product takes, and its CTAs; most: SMs of the device.
     """
+    idle = product[0], copy_workers(product[1], True, most)
     result.summary["device_copy_gb_s"] = ceiling
     for run, least in TARGETS.items():
         for summed, name in ((True, "checked"), (False, "plain")):
@@ -153,13 +172,41 @@ def summarise(result: Result, ceiling: float, product: tuple[str, int]) -> None:
                 and sample.get("checksums") is summed
                 and "gb_s" in sample
                 and sample["way"] != "index_select"
+                and not sample["way"].startswith(VARIANTS)
             }
             figure = f"gather_{run // 1024}kb_{name}"
             result.summary[f"{figure}_gb_s"] = found.get(product, 0.0)
+            result.summary[f"{figure}_idle_gb_s"] = found.get(idle, 0.0)
             result.summary[f"{figure}_share"] = max(found.values(), default=0.0) / ceiling
             result.targets[f"{figure}_share"] = {"min": least}
+        result.targets[f"gather_{run // 1024}kb_checked_idle_gb_s"] = {"min": IDLE_GB_S}
+    result.summary |= variant_ratios(result)
     result.summary["wrong"] = float(sum("wrong" in sample for sample in result.samples))
     result.targets["wrong"] = {"max": 0}
+
+
+def variant_ratios(result: Result) -> dict[str, float]:
+    """For each variant and run, at FEW CTAs and at its best count, with checksums: GB/s by that of
+    the product's kernel that it would take the place of."""
+    rates = {
+        (sample["run"], sample["way"], sample["workers"]): float(sample["gb_s"])
+        for sample in result.samples
+        if sample.get("ids") == ORDERS[0] and sample.get("checksums") and "gb_s" in sample
+    }
+    ratios = {}
+    for run, way, workers in rates:
+        present = TMA if way.startswith("tma-") else "cuda"
+        if not way.startswith(VARIANTS) or (run, present, FEW[0]) not in rates:
+            continue
+        if workers in FEW and (run, present, workers) in rates:
+            ratio = rates[run, way, workers] / rates[run, present, workers]
+            ratios[f"{way}_{run // 1024}kb_at_{workers}"] = ratio
+        best, best_now = (
+            max(rate for (here, by, _), rate in rates.items() if (here, by) == (run, name))
+            for name in (way, present)
+        )
+        ratios[f"{way}_{run // 1024}kb_best"] = best / best_now
+    return ratios
 
 
 def best_by_way(result: Result) -> list[tuple[object, ...]]:
@@ -195,11 +242,13 @@ def main(arguments: list[str] | None = None) -> int:
             {"shape": shape.name, "run": shape.run, "ids": order, "way": "index_select",
              "workers": 0, "checksums": False, "gb_s": gb_s}
         )  # fmt: skip
-    for case in cases(ways, site.multiprocessors):
+    most = site.multiprocessors
+    for case in (*cases(ways, most), *variant_cases(site.variants(), most)):
         if deadline.over(result):
             break
         result.samples.append(measure(site, memory, case))
-    summarise(result, ceiling, taken(ways, site.multiprocessors))
+    result.samples += [{"missing": name, "reason": why} for name, why in site.reasons.items()]
+    summarise(result, ceiling, taken(ways, most), most)
     columns = ("random ids", "GB/s with checksums", "GB/s without")
     return finish(result, options, [table("best of all CTA counts", columns, best_by_way(result))])
 

@@ -40,11 +40,12 @@ from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import begin
 from kvmig.core.errors import KvmigError, TransportError
 from kvmig.core.layout import Region
+from kvmig.engines.copy_width import CTAS_WHILE_IDLE
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_WITHOUT_TMA
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.transformers import versions
 from kvmig.engines.vllm import kind as vllm_kind
-from kvmig.kernels import build
+from kvmig.kernels import build, select
 from kvmig.kernels.api import BlockCopy, FinishedWork, PendingWork
 from kvmig.kernels.select import kernels
 from tests.support.fake_gpu import FakeGpu, FakeKernels
@@ -138,8 +139,52 @@ def test_the_sweep_asks_for_no_more_ctas_than_the_device_has() -> None:
     assert {(case.workers, case.checksums) for case in found if case.way.name == "b"} == {
         (0, False)
     }
-    assert len(found) == len(SHAPES) * 2 * (5 * 2 + 1)
+    assert {case.workers for case in found if case.order == "contiguous"} == {0}
+    assert len(found) == len(SHAPES) * ((5 * 2 + 1) + (2 + 1))
     assert max(case.workers for case in gather.cases([Way(TMA, copy)], most=8)) == 16
+
+
+def test_a_variant_is_measured_with_few_ctas_and_with_one_and_two_on_each_sm() -> None:
+    ways = [Way("rolling", lambda *_, **__: FinishedWork([]))]
+    found = list(gather.variant_cases(ways, most=8))
+    assert {case.workers for case in found} == {4, 8, 16}
+    assert {case.order for case in found} == {"random"}
+    assert len(found) == len(SHAPES) * 3 * 2
+    assert {case.workers for case in gather.variant_cases(ways, most=132)} == {4, 16, 132, 264}
+
+
+def test_a_variant_is_compared_with_the_kernel_that_it_would_take_the_place_of() -> None:
+    result = begin("gpu gather", {})
+    found = (
+        ("cuda", 4, 50.0), ("cuda", 132, 900.0), ("cuda-tma", 4, 80.0), ("cuda-tma", 132, 1000.0),
+        ("rolling", 4, 75.0), ("rolling", 264, 990.0), ("tma-32k", 4, 160.0), ("tma-32k", 16, 9.0),
+    )  # fmt: skip
+    for way, workers, gb_s in found:
+        result.samples.append(
+            {"run": 65536, "ids": "random", "way": way, "workers": workers, "checksums": True,
+             "gb_s": gb_s}
+        )  # fmt: skip
+    assert gather.variant_ratios(result) == {
+        "rolling_64kb_at_4": 1.5, "rolling_64kb_best": 1.1, "tma-32k_64kb_at_4": 2.0,
+        "tma-32k_64kb_best": 0.16,
+    }  # fmt: skip
+    gather.summarise(result, ceiling=1000.0, product=("cuda-tma", 4), most=132)
+    assert result.summary["gather_64kb_checked_share"] == 1.0, "of what kvmig has"
+    assert result.summary["rolling_64kb_at_4"] == 1.5
+
+
+def test_there_are_no_variants_where_they_can_not_run_and_the_reason_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Site("cpu").variants() == []
+    site = Site("cuda", stream=object())
+
+    def load(name: str, device: str) -> object:
+        raise KvmigError("out of luck")
+
+    monkeypatch.setattr(select, "load", load)
+    assert site.variants() == []
+    assert site.reasons == {"variants": "out of luck"}
 
 
 def test_the_gather_sweep_runs_and_names_its_targets(tmp_path: Path) -> None:
@@ -159,7 +204,7 @@ def test_a_part_whose_time_is_over_keeps_its_figures(
 
 def test_a_sweep_without_figures_misses_its_targets() -> None:
     result = begin("gpu gather", {})
-    gather.summarise(result, ceiling=1000.0, product=("cuda", 32))
+    gather.summarise(result, ceiling=1000.0, product=("cuda", 32), most=132)
     assert result.summary["gather_64kb_checked_share"] == 0
 
 
@@ -188,14 +233,16 @@ def test_pauses_are_measured_with_the_copy_that_the_product_makes(
 
 def test_the_products_figure_is_of_its_settings_and_the_share_of_the_best() -> None:
     result = begin("gpu gather", {})
-    for way, workers, gb_s in (("cuda", 32, 500.0), ("cuda", 132, 900.0), ("cuda-tma", 32, 950.0)):
+    found = ("cuda", 8, 500.0), ("cuda", 16, 250.0), ("cuda", 132, 900.0), ("cuda-tma", 32, 950.0)
+    for way, workers, gb_s in found:
         result.samples.append(
             {"run": 65536, "ids": "random", "way": way, "workers": workers, "checksums": True,
              "gb_s": gb_s}
         )  # fmt: skip
-    gather.summarise(result, ceiling=1000.0, product=("cuda", 32))
+    gather.summarise(result, ceiling=1000.0, product=("cuda", 8), most=132)
 
     assert result.summary["gather_64kb_checked_gb_s"] == 500
+    assert result.summary["gather_64kb_checked_idle_gb_s"] == 250
     assert result.summary["gather_64kb_checked_share"] == 0.95
 
 
@@ -240,6 +287,15 @@ def test_steps_are_measured_beside_copies(tmp_path: Path) -> None:
     assert [sample["workers"] for sample in loaded["samples"]] == [2, 1]
     assert loaded["summary"]["slowdown"] > 0
     assert [*loaded["targets"]] == ["slowdown"]
+
+
+def test_a_step_in_an_idle_engines_copy_has_its_own_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Site, "multiprocessors", 64)
+    loaded = result_of(interference, tmp_path)
+    assert loaded["summary"]["slowdown_in_idle_copy"] > 0
+    assert CTAS_WHILE_IDLE in {sample["workers"] for sample in loaded["samples"]}
 
 
 def test_a_background_that_fails_says_so() -> None:

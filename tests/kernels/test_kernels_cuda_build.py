@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-import importlib.util
-import os
 import re
 import shutil
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,13 +15,11 @@ import pytest
 from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import abi, build, cuda, nvrtc
 from tests.support.driver_header import PRINTS, our_numbers
+from tests.support.machine_code import Code, code_of, cuobjdump, output, registers_of
 
 KERNELS = sorted([*nvrtc.GEOMETRY, "kvmig_copy_tma_kernel"])
 VECTOR_KERNELS = ["kvmig_copy_kernel", "kvmig_copy_sum_kernel"]
 TARGETS = pytest.mark.parametrize("target", build.CUDA_TARGETS)
-
-Code = dict[tuple[str, str], str]
-"""Machine code by target and kernel."""
 
 
 @pytest.fixture(scope="module")
@@ -36,39 +31,9 @@ def library() -> Path:
     return build.cached_library(build.cuda())
 
 
-def cuobjdump() -> str:
-    """That of CUDA's toolkit, or of Triton's wheel; both find nvdisasm beside themselves."""
-    folders = [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    spec = importlib.util.find_spec("triton")
-    if spec and spec.origin:
-        folders.append(str(Path(spec.origin).parent / "backends" / "nvidia" / "bin"))
-    found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
-    if not found or not shutil.which("nvdisasm", path=str(Path(found).parent)):
-        pytest.skip("neither CUDA's toolkit here nor Triton has cuobjdump and nvdisasm")
-    return found
-
-
-def output(*command: str, path: str = "") -> str:
-    env = os.environ | {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=120, env=env
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def code(library: Path) -> Code:
-    tool = cuobjdump()
-    found: Code = {}
-    target = ""
-    dump = output(tool, "-sass", str(library), path=str(Path(tool).parent))
-    for part in re.split(r"(?m)^(?=arch = |\s*Function : )", dump):
-        if part.startswith("arch = "):
-            target = part.split()[2]
-        elif part.strip().startswith("Function : "):
-            found[target, part.split()[2]] = part
-    return found
+    return code_of(library)
 
 
 @TARGETS
@@ -94,13 +59,12 @@ def test_a_copy_fits_beside_an_engines_kernels(library: Path) -> None:
     most["kvmig_copy_tma_kernel"] = (16 << 10) // (
         32 * (1 + number("copy_tma.cuh", "kSummingWarps"))
     )
-    used = output(cuobjdump(), "--dump-resource-usage", str(library))
-    found = re.findall(r"Function (\w+):\s+REG:(\d+) .*?SHARED:(\d+)", used)
-    assert {name for name, *_ in found} >= most.keys()
-    for name, registers, shared in found:
-        if name in most:
-            assert int(registers) <= most[name], name
-            assert int(shared) <= 1 << 10, name
+    found = registers_of(library)
+    assert found.keys() >= most.keys()
+    for name, at_most in most.items():
+        registers, shared = found[name]
+        assert registers <= at_most, name
+        assert shared <= 1 << 10, name
 
 
 def number(header: str, name: str) -> int:

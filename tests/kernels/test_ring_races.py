@@ -17,11 +17,11 @@ from kvmig.kernels.build import CSRC
 
 NATIVE = Path(__file__).parents[1] / "native"
 FLAGS = ("-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", "-Wno-unknown-pragmas")
-WAIT = "if (kSums && loaded >= kStages) barrier_wait(&stage.summed, parity(loaded - kStages));"
+WAIT = "if (kSums && loaded >= kStages) barrier_wait(&stage.summed, ring.parity(loaded - kStages));"
 """What orders a stage's next load, and its description, behind the warps that sum it."""
 READ = "bulk_wait_read<kDraining>();"
 """What orders it behind the store that reads it."""
-FILLED = "barrier_wait(&stage.filled, parity(i));"
+FILLED = "barrier_wait(&stage.filled, ring.parity(i));"
 """What orders the warps that sum a stage behind its load."""
 
 

@@ -147,7 +147,7 @@ void bulk_wait_unread(size_t latest) {
 
 int main() {
     constexpr int64_t kBlocks = 5, kRegions = 2;
-    constexpr int64_t kRuns[kRegions] = {3 * kvmig::kStageBytes + 48, 1024};
+    constexpr int64_t kRuns[kRegions] = {3 * kvmig::Ring::kStageBytes + 48, 1024};
     std::vector<unsigned char> source[kRegions], target[kRegions];
     kvmig_region src[kRegions], dst[kRegions];
     const int64_t src_ids[kBlocks] = {4, 0, 3, 1, 2}, dst_ids[kBlocks] = {1, 2, 0, 4, 3};

@@ -28,6 +28,7 @@ from kvmig.kernels.gpu import GpuKernels
 from tests.support.poisoned import Cache
 
 NATIVE = Path(__file__).parents[1] / "native" / "fakegpu"
+VARIANTS = Path(__file__).parents[2] / "bench" / "gpu" / "variants.cu"
 FLAGS = (
     *("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-pthread"),
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-ffp-contract=off"),
@@ -49,7 +50,7 @@ def path() -> Path:
     return build.cached_library(
         build.BuildRecipe(
             "libfakegpu",
-            (*build.CUDA_SOURCES, NATIVE / "kernels.cpp", NATIVE / "gpu.cpp"),
+            (*build.CUDA_SOURCES, VARIANTS, NATIVE / "kernels.cpp", NATIVE / "gpu.cpp"),
             (*build.CUDA_HEADERS, *sorted(NATIVE.glob("*.h"))),
             lambda: ["g++", *FLAGS],
             ("-x", "none"),
