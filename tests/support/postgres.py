@@ -120,7 +120,7 @@ class FilledDatabase:
     """A database that is restored to the tables and rows that it had when this object was made.
 
     As long as no test has changed a definition, `restore` replaces the rows only, which takes a
-    tenth of the time that the tables take.
+    third of the time that the tables take.
     """
 
     def __init__(self, url: str, whole: str, rows: str) -> None:
