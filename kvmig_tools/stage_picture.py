@@ -20,6 +20,7 @@ COLOURS = {
     "waits at the destination": "#ece3c8",
     "scatter": "#c98a1b",
 }
+ON_DEVICE, DEVICE_COLOUR, DEVICE_BAR = "of it on the GPU", "#222222", 3
 TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 60_000)
 MOST_TICKS = 10
 
@@ -35,6 +36,18 @@ def bars(chunk: ChunkTimes) -> list[tuple[str, float, float]]:
         scatters = max(chunk.sent, chunk.answered - chunk.scatter)
         ends = [chunk.turn, chunk.gather, chunk.push, chunk.sent, scatters, chunk.answered]
     return [(name, begin, end) for name, (begin, end) in zip(COLOURS, pairwise(ends), strict=False)]
+
+
+def device_bars(chunk: ChunkTimes) -> list[tuple[float, float]]:
+    """When a GPU worked for the chunk, as far as its events say: at the end of the gather, and of
+    the scatter, within either."""
+    found = []
+    if chunk.gather_device is not None:
+        found.append((max(chunk.gather, chunk.push - chunk.gather_device), chunk.push))
+    if chunk.scatter_device is not None and chunk.answered is not None:
+        began = chunk.answered - min(chunk.scatter, chunk.scatter_device)
+        found.append((max(chunk.sent, began), chunk.answered))
+    return found
 
 
 def picture_of(stage: StageReport, title: str) -> str:
@@ -54,24 +67,29 @@ def picture_of(stage: StageReport, title: str) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
         f'<text x="{LEFT}" y="38">{escape(words)}</text>',
-        *_legend(),
+        *_legend(any(map(device_bars, stage.chunks))),
         *_axis(until, height),
     ]
     for row, chunk in enumerate(shown):
         y = TOP + ROW * row
         lines.append(f'<text x="{LEFT - 6}" y="{y + BAR}" text-anchor="end">{row + 1}</text>')
-        for name, begin, end in chunk:
-            x, wide = LEFT + WIDTH * begin / until, WIDTH * (end - begin) / until
-            lines.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{BAR}"'
-                f' fill="{COLOURS[name]}"/>'
-            )
+        lines += [_bar(y, BAR, COLOURS[name], (b / until, e / until)) for name, b, e in chunk]
+        low = y + BAR - DEVICE_BAR
+        worked = device_bars(stage.chunks[row])
+        lines += [_bar(low, DEVICE_BAR, DEVICE_COLOUR, (b / until, e / until)) for b, e in worked]
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _legend() -> Iterator[str]:
-    x = LEFT
-    for name, colour in COLOURS.items():
+def _bar(y: int, height: int, colour: str, span: tuple[float, float]) -> str:
+    """span: parts of the width."""
+    x, wide = LEFT + WIDTH * span[0], WIDTH * (span[1] - span[0])
+    where = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{height}"'
+    return f'<rect {where} fill="{colour}"/>'
+
+
+def _legend(on_device: bool) -> Iterator[str]:
+    x, last = LEFT, {ON_DEVICE: DEVICE_COLOUR} if on_device else {}
+    for name, colour in (COLOURS | last).items():
         yield f'<rect x="{x}" y="50" width="10" height="10" fill="{colour}"/>'
         yield f'<text x="{x + 14}" y="59">{name}</text>'
         x += 34 + 6 * len(name)

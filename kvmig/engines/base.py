@@ -13,7 +13,7 @@ the request was submitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -227,6 +227,20 @@ class Tail(msgspec.Struct, frozen=True):
     """Positions, as in `Stage`."""
 
 
+class CopySums(list[int]):
+    """Checksums of a copy, one a block, of an engine that measures its device."""
+
+    def __init__(self, checksums: Iterable[int] = (), device_ms: float | None = None) -> None:
+        super().__init__(checksums)
+        self.device_ms = device_ms
+        """From the copy's first work on the device to its end, by the device's events."""
+
+
+def device_ms_of(checksums: list[int]) -> float | None:
+    """How long a copy took on its device; None: no device copied, or it isn't known."""
+    return checksums.device_ms if isinstance(checksums, CopySums) else None
+
+
 @dataclass(frozen=True, slots=True)
 class CameBlocks:
     """Fused blocks that came for a request, and where they go."""
@@ -395,7 +409,8 @@ class Engine(Protocol):
         """Copy blocks [n] into `out` [n * block_bytes], fused; returns n checksums.
 
         urgent: the request isn't decoded meanwhile, so it goes before other copies. Of no blocks:
-        a GPU does what it must do once with `out`, such as pinning its pages.
+        a GPU does what it must do once with `out`, such as pinning its pages. Checksums that a
+        device has computed may be `CopySums`.
         """
         ...
 
@@ -404,7 +419,7 @@ class Engine(Protocol):
     ) -> list[int]:
         """Copy `fused` [n * block_bytes] into blocks [n]; returns n checksums of what was read.
 
-        Of no blocks: see `gather`.
+        Of no blocks, and `CopySums`: see `gather`.
         """
         ...
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
+from kvmig.engines.base import CopySums
 from kvmig.engines.block_copies import CopyPass, CopyPlan
 from kvmig.engines.copy_width import CopyWidth
 from kvmig.kernels.api import Kernels, PendingWork
@@ -93,8 +94,10 @@ class DeviceCopies:
         with self._settled(urgent, out):
             if self._reaches(memory, out):
                 passes = self._plan.gather(ids, memory.address)
-                return self._start(passes, memory.address, memory.device == "cuda").wait()
-            return self._gather_by_scratch(ids, memory.address)
+                sums = self._start(passes, memory.address, memory.device == "cuda").wait()
+            else:
+                sums = self._gather_by_scratch(ids, memory.address)
+        return CopySums(sums, self._stream.took_ms())
 
     def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
         """`data` [n * unit_bytes] to blocks [n]; n checksums of what came there."""
@@ -102,8 +105,10 @@ class DeviceCopies:
         with self._settled(urgent, data):
             if self._reaches(memory, data):
                 passes = self._plan.scatter(ids, memory.address)
-                return self._start(passes, memory.address, memory.device == "cuda").wait()
-            return self._scatter_by_scratch(ids, memory.address)
+                sums = self._start(passes, memory.address, memory.device == "cuda").wait()
+            else:
+                sums = self._scatter_by_scratch(ids, memory.address)
+        return CopySums(sums, self._stream.took_ms())
 
     def try_out(self) -> None:
         """Bring one block out and back the same, in every way: what is made at the first use is
@@ -151,10 +156,12 @@ class DeviceCopies:
 
     @contextmanager
     def _settled(self, urgent: bool, buffer: memoryview) -> Iterator[None]:
-        """Copies inside come after the engine's steps, and are over when it is left."""
+        """Copies inside come after the engine's steps, are measured, and are over when it is
+        left."""
         self._device.enter()
         self._stream = self._streams[urgent]
         self._marks.precede(self._stream.handle)
+        self._stream.begin()
         try:
             yield
         finally:  # after a failure too: the caller frees the memory next

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from kvmig.kernels.api import Ids
 
 LIBRARY = "libcuda.so.1"
 NOT_READY = 600
-_EVENT_WITHOUT_TIMING = 2
+_EVENT_WITH_TIMING, _EVENT_WITHOUT_TIMING = 0, 2
 _STREAM_NON_BLOCKING = 1
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
@@ -187,9 +187,11 @@ class CudaDriver:
 
     # -- events and streams
 
-    def new_event(self) -> int:
+    def new_event(self, timed: bool = False) -> int:
+        """timed: for `elapsed_ms`, which makes it dearer."""
         event = c_void_p()
-        self.call("cuEventCreate", byref(event), c_uint(_EVENT_WITHOUT_TIMING))
+        flags = _EVENT_WITH_TIMING if timed else _EVENT_WITHOUT_TIMING
+        self.call("cuEventCreate", byref(event), c_uint(flags))
         return int(event.value or 0)
 
     def record(self, event: int, stream: int) -> None:
@@ -205,6 +207,13 @@ class CudaDriver:
                 return False
             raise
         return True
+
+    def elapsed_ms(self, first: int, last: int) -> float:
+        """Milliseconds from one event to another by the device's clock. Both are timed and have
+        happened, else it raises KvmigError."""
+        ms = c_float()
+        self.call("cuEventElapsedTime", byref(ms), c_void_p(first), c_void_p(last))
+        return ms.value
 
     def destroy_event(self, event: int) -> None:
         self.call("cuEventDestroy_v2", c_void_p(event))

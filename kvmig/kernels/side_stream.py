@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 
 from kvmig.kernels.api import DONE_TIMEOUT_S
 from kvmig.kernels.driver import CudaDriver
@@ -16,12 +17,18 @@ class SideStream:
 
     def __init__(self, device: CudaDriver, priority: int = 0) -> None:
         self._device = device
-        self._end = device.new_event()
-        try:
+        with ExitStack() as held:
+            self._begin = device.new_event(timed=True)
+            held.callback(device.destroy_event, self._begin)
+            self._end = device.new_event(timed=True)
+            held.callback(device.destroy_event, self._end)
             self.handle = device.new_stream(priority)
-        except BaseException:
-            device.destroy_event(self._end)
-            raise
+            held.callback(device.destroy_stream, self.handle)
+            self._held = held.pop_all()
+
+    def begin(self) -> None:
+        """Measure what is queued from now until `settle`, without what the stream waits for now."""
+        self._device.record(self._begin, self.handle)
 
     def settle(self, timeout_s: float = DONE_TIMEOUT_S) -> None:
         """Wait for all that is queued. Raises TimeoutError, and KvmigError if the device failed."""
@@ -33,7 +40,10 @@ class SideStream:
                 raise TimeoutError(f"copies on a side stream are not done after {timeout_s:g} s")
             time.sleep(0 if spent < _SPIN_S else _POLL_S)
 
+    def took_ms(self) -> float:
+        """From `begin` to the end that `settle` has waited for, by the device's clock."""
+        return self._device.elapsed_ms(self._begin, self._end)
+
     def close(self) -> None:
         """Close the stream: no work may be queued any more."""
-        self._device.destroy_stream(self.handle)
-        self._device.destroy_event(self._end)
+        self._held.close()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from kvmig.core.errors import MigrationRefused, TransportError
+from kvmig.engines.base import device_ms_of
 from kvmig.kvtransfer.context import SourceContext
 from kvmig.kvtransfer.mailbox import EventMailbox
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Bundle, Chunk
@@ -55,6 +56,8 @@ class TransferTimes(NamedTuple):
     gather: float
     push: float
     sent: float
+    device_ms: float | None
+    """Of the gather on a device, by its events."""
 
 
 @dataclass(slots=True)
@@ -153,8 +156,10 @@ class BlockSender:
         gather_ms, push_ms = (went.push - went.gather) * 1e3, (went.sent - went.push) * 1e3
         parts.gather += gather_ms
         parts.push += push_ms
+        parts.gather_device = _sum(parts.gather_device, went.device_ms)
         parts.wait += max(0.0, (clock() - started) * 1e3 - gather_ms - push_ms)
-        times.gather, times.push, times.sent = ((at - began) * 1e3 for at in went)
+        times.gather, times.push, times.sent = ((at - began) * 1e3 for at in went[:3])
+        times.gather_device = went.device_ms
         if len(self._chunks) < MOST_CHUNKS:
             self._chunks.append(times)
         return True
@@ -230,15 +235,17 @@ class BlockSender:
 
     # -- afterwards
 
-    def done(self, scatter_ms: float = 0.0) -> None:
-        """The destination has read a chunk. They come in order, so it is the oldest."""
+    def done(self, scatter_ms: float = 0.0, device_ms: float | None = None) -> None:
+        """The destination has read a chunk. They come in order, so it is the oldest. device_ms: of
+        the scatter on its device."""
         if not self._in_flight:
             return
         chunk = self._in_flight.popleft()
         chunk.parts.scatter += scatter_ms
+        chunk.parts.scatter_device = _sum(chunk.parts.scatter_device, device_ms)
         if chunk.times is not None:
             chunk.times.answered = (self._context.clock() - chunk.began) * 1e3
-            chunk.times.scatter = scatter_ms
+            chunk.times.scatter, chunk.times.scatter_device = scatter_ms, device_ms
         chunk.slot.drop()
 
     def close(self) -> None:
@@ -389,7 +396,7 @@ class ChunkBatcher:
             parts = _chunks(batch, slot, checksums, block_bytes)
             async with asyncio.timeout(self.context.timeout_s):
                 await batch[0].channel.push(replace(parts[0], nbytes=nbytes), announce)
-            return TransferTimes(began, gathered, clock())
+            return TransferTimes(began, gathered, clock(), device_ms_of(checksums))
         except BaseException:
             for _ in range(len(batch) - boarded):
                 shared.drop()
@@ -408,6 +415,11 @@ def _chunks(
         )
         for queued, (begin, end) in zip(batch, pairwise(ends), strict=True)
     ]  # fmt: skip
+
+
+def _sum(known: float | None, more: float | None) -> float | None:
+    """None: neither is known."""
+    return known if more is None else (known or 0.0) + more
 
 
 def _clear(error: BaseException | None) -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import MigrationRefused, PeerError, TransportError
-from kvmig.engines.base import HOLE, CameBlocks, Engine, Export, Tail
+from kvmig.engines.base import HOLE, CameBlocks, Engine, Export, Tail, device_ms_of
 from kvmig.engines.identity import difference
 from kvmig.kvtransfer.context import LlumletPort
 from kvmig.kvtransfer.destination_machine import (
@@ -172,7 +172,8 @@ class DestinationSession(MigrationSession[Event, Action]):
                 async with self._in_time():
                     sums = await self._engine.scatter(came.block_ids, came.fused, chunk.urgent)
                 came.check(sums)  # raises MigrationRefused if the chunk came changed
-                return self.machine.scattered(chunk, (self._context.clock() - began) * 1e3)
+                ms = (self._context.clock() - began) * 1e3
+                return self.machine.scattered(chunk, ms, device_ms_of(sums))
             case RunRequest(tail, last):
                 came_along = None if last is None else await self._receive(last)
                 return await self._commit(tail, came_along)

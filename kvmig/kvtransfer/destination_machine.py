@@ -242,11 +242,11 @@ class DestinationMachine(StateMachine):
             self._transport = transport
         return [SendAnswer(Reserved(self.key, self._stage, self._hit, self._transport))]
 
-    def scattered(self, chunk: Chunk, ms: float) -> list[Action]:
-        """The chunk is in its blocks, and the checksums agree."""
+    def scattered(self, chunk: Chunk, ms: float, device_ms: float | None = None) -> list[Action]:
+        """The chunk is in its blocks, and the checksums agree. device_ms: of `ms` on a device."""
         self.apply_event(DestinationTransition.SCATTERED)
         self.received = max(self.received, chunk.first + len(chunk.checksums))
-        return [SendAnswer(ChunkDone(self.key, chunk.slot, ms))]
+        return [SendAnswer(ChunkDone(self.key, chunk.slot, ms, device_ms))]
 
     def committed(self, ms: float) -> list[Action]:
         """The engine has the request in its queue: this is never undone."""

@@ -105,6 +105,8 @@ class ChunkDone(RpcMessage, frozen=True, tag=True):
     mid: str
     slot: int
     scatter_ms: float
+    device_ms: float | None = None
+    """Of it on the destination's device, by its events; None: no device copied."""
 
 
 class Expect(RpcMessage, frozen=True, tag=True):

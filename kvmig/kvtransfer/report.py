@@ -40,6 +40,14 @@ class StageParts(msgspec.Struct):
         float, Meta(description="To the destination, as far as the source's side of it.")
     ] = 0.0
     scatter: Annotated[float, Meta(description="Into the destination's cache.")] = 0.0
+    gather_device: Annotated[
+        float | None,
+        Meta(description="Of gather on the source's GPU, by its events; null: no GPU gathered."),
+    ] = None
+    scatter_device: Annotated[
+        float | None,
+        Meta(description="Of scatter on the destination's GPU; null: no GPU scattered."),
+    ] = None
 
 
 class ChunkTimes(msgspec.Struct):
@@ -55,6 +63,14 @@ class ChunkTimes(msgspec.Struct):
         Meta(description="The destination had scattered it; null: no answer has come."),
     ] = None
     scatter: Annotated[float, Meta(description="How long the scatter took there.")] = 0.0
+    gather_device: Annotated[
+        float | None,
+        Meta(description="How long the source's GPU took to gather, by its events."),
+    ] = None
+    scatter_device: Annotated[
+        float | None,
+        Meta(description="How long the destination's GPU took to scatter, by its events."),
+    ] = None
 
 
 class StageReport(msgspec.Struct, frozen=True):

@@ -102,9 +102,9 @@ class SourceSession(MigrationSession[Event, Action]):
     def deliver(self, event: Event) -> None:
         """Take an event; one that concerns no state of the machine doesn't wait in the mailbox."""
         match event:
-            case ChunkDone(scatter_ms=scatter_ms):
+            case ChunkDone(scatter_ms=scatter_ms, device_ms=device_ms):
                 if self._sender is not None:
-                    self._sender.done(scatter_ms)
+                    self._sender.done(scatter_ms, device_ms)
             case FirstToken(ms=ms):
                 self._hear_first_token(ms)
             case CancelMigration() | PeerLost() if self.machine.state is SourceState.COMMITTED:

@@ -27,7 +27,7 @@ class ProtocolVersion(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-VERSION = ProtocolVersion(3, 8)
+VERSION = ProtocolVersion(3, 9)
 """The version of this code. Its messages are recorded under tests/corpus: `scripts/corpus.py`."""
 
 

@@ -151,6 +151,9 @@ async def moves_exactly(at: Machine, transport: str) -> None:
     moved, reports = await run_moved(at.served, PATH, body(100), MOVED_AT)
     assert [(one["state"], one["transport"]) for one in reports] == [("committed", transport)] * 2
     assert sum(stage["blocks"] for stage in reports[0]["stages"]) >= 4
+    for parts in (stage["parts"] for stage in reports[0]["stages"]):
+        assert 0 < parts["gather_device"] <= parts["gather"]
+        assert 0 < parts["scatter_device"] <= parts["scatter"]
     moved.same_as(await run_unmoved(at.served, PATH, body(100)))
     await asyncio.to_thread(assert_server_is_empty, at.served)
 

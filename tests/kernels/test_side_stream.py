@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import time
 from functools import partial
 
 import pytest
@@ -38,11 +39,34 @@ def test_a_stream_that_never_settles_is_a_timeout() -> None:
     stream.close()
 
 
-def test_an_event_is_given_back_when_there_is_no_stream() -> None:
+def test_events_are_given_back_when_there_is_no_stream() -> None:
     gpu = FakeGpu()
     fake_gpu.fail("cuStreamCreateWithPriority")
     with pytest.raises(KvmigError, match="cuStreamCreateWithPriority"):
         SideStream(gpu)
+
+
+def test_the_device_measures_what_is_queued_without_what_the_stream_waits_for() -> None:
+    gpu = FakeGpu()
+    engine, stream, step = gpu.new_stream(), SideStream(gpu), gpu.new_event()
+    gpu.queue(engine, lambda: time.sleep(0.5))
+    gpu.record(step, engine)
+    gpu.wait(stream.handle, step)
+    stream.begin()
+    gpu.queue(stream.handle, lambda: time.sleep(0.02))
+    stream.settle()
+    assert 20 <= stream.took_ms() < 500
+    stream.close()
+    gpu.destroy_event(step)
+    gpu.destroy_stream(engine)
+
+
+def test_what_was_never_measured_has_no_time() -> None:
+    stream = SideStream(FakeGpu())
+    stream.settle()
+    with pytest.raises(KvmigError, match="cuEventElapsedTime"):
+        stream.took_ms()
+    stream.close()
 
 
 def test_of_many_mappings_those_used_last_are_pinned() -> None:

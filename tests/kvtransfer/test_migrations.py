@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kvmig.core.config import Transport
 from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines import base
+from kvmig.engines.base import CopySums
 from kvmig.kvtransfer import migrations
 from kvmig.kvtransfer.messages import (
     Abort,
@@ -56,6 +58,37 @@ async def test_the_report_says_when_each_chunk_of_a_stage_was_where() -> None:
             assert chunk.answered is not None
             assert chunk.answered >= chunk.scatter >= 0.0
         assert [chunk.turn for chunk in chunks] == sorted(chunk.turn for chunk in chunks)
+
+
+class MeasuredEngine(FakeEngine):
+    """An engine that measures its device."""
+
+    def __init__(self, gather_ms: float = 0.0, scatter_ms: float = 0.0) -> None:
+        super().__init__()
+        self.gather_ms, self.scatter_ms = gather_ms, scatter_ms
+
+    def _gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
+        return CopySums(super()._gather(block_ids, out), self.gather_ms)
+
+    def _scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
+        return CopySums(super()._scatter(block_ids, fused), self.scatter_ms)
+
+
+async def test_the_report_has_each_devices_time_of_a_copy() -> None:
+    a, b = MeasuredEngine(gather_ms=0.25), MeasuredEngine(scatter_ms=0.5)
+    async with cluster(source=a, destination=b) as them:
+        (stage,) = (await them.move()).stages
+        chunks = stage.chunks
+        assert {(one.gather_device, one.scatter_device) for one in chunks} == {(0.25, 0.5)}
+        assert stage.parts.gather_device == 0.25 * len(chunks)
+        assert stage.parts.scatter_device == 0.5 * len(chunks)
+
+
+async def test_the_report_of_engines_without_a_device_has_no_device_times() -> None:
+    async with cluster() as them:
+        (stage,) = (await them.move()).stages
+        assert {(one.gather_device, one.scatter_device) for one in stage.chunks} == {(None, None)}
+        assert (stage.parts.gather_device, stage.parts.scatter_device) == (None, None)
 
 
 async def test_the_times_of_a_stages_first_chunks_are_kept(

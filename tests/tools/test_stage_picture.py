@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.kvtransfer.report import ChunkTimes, StageReport
-from kvmig_tools.stage_picture import bars, picture_of
+from kvmig_tools.stage_picture import ON_DEVICE, bars, device_bars, picture_of
 
 CHUNK = ChunkTimes(1000, 0.0, 1.0, 3.0, 3.5, answered=8.0, scatter=2.0)
 
@@ -32,8 +32,24 @@ def test_a_chunk_whose_answer_has_not_come_ends_with_its_push() -> None:
 @given(st.lists(st.floats(0, 1e4), min_size=5, max_size=5), st.floats(0, 1e5))
 def test_no_part_ends_before_it_begins(times: list[float], scatter: float) -> None:
     turn, gather, push, sent, answered = sorted(times)
-    chunk = ChunkTimes(1, turn, gather, push, sent, answered, scatter)
+    chunk = ChunkTimes(1, turn, gather, push, sent, answered, scatter, scatter, scatter)
     assert all(begin <= end for _, begin, end in bars(chunk))
+    assert all(begin <= end for begin, end in device_bars(chunk))
+
+
+ON_GPUS = ChunkTimes(
+    1000, 0.0, 1.0, 3.0, 3.5, answered=8.0, scatter=2.0, gather_device=0.5, scatter_device=1.5
+)
+
+
+def test_a_gpus_part_of_a_copy_is_at_its_end() -> None:
+    assert device_bars(ON_GPUS) == [(2.5, 3.0), (6.5, 8.0)]
+
+
+def test_where_no_gpu_copied_none_is_shown() -> None:
+    assert device_bars(CHUNK) == []
+    assert ON_DEVICE not in picture_of(StageReport(3, 3000, 8.0, chunks=[CHUNK]), "on CPUs")
+    assert ON_DEVICE in picture_of(StageReport(3, 3000, 8.0, chunks=[ON_GPUS]), "on GPUs")
 
 
 def test_the_picture_has_a_row_for_each_chunk_and_names_the_stage() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from ctypes import c_size_t, c_ubyte, c_void_p
 from functools import partial
@@ -16,6 +17,7 @@ import pytest
 from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.core.layout import KVLayout, Region
 from kvmig.engines import device_copies
+from kvmig.engines.base import device_ms_of
 from kvmig.engines.block_copies import BlockPlan, HostCopies
 from kvmig.engines.copy_width import CTAS_WHILE_IDLE
 from kvmig.engines.device_copies import (
@@ -168,6 +170,27 @@ def test_blocks_are_scattered_and_nothing_else_is_touched(any_world: World, kind
     expected = any_world.cache.expected({number: source.block(number) for number in IDS})
     assert any_world.copies.scatter(IDS, data.toreadonly()) == sums
     assert np.array_equal(any_world.cache.memory(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gpus_own_time_of_a_copy_comes_with_its_checksums(world: World, kind: str) -> None:
+    """Without that of the engine's step, which the copy comes after."""
+    buffer, step_ms = world.buffer(kind, len(IDS) * world.size), 300.0
+    for copy in (world.copies.gather, world.copies.scatter):
+        world.gpu.queue(world.engine, lambda: time.sleep(step_ms / 1e3))
+        world.copies.after_step(world.engine)
+        began = time.monotonic()
+        device_ms = device_ms_of(copy(IDS, buffer))
+        assert device_ms is not None
+        assert 0 < device_ms < (time.monotonic() - began) * 1e3 - step_ms / 2
+
+
+def test_a_copy_whose_time_the_device_cannot_say_has_failed_and_holds_nothing(
+    world: World,
+) -> None:
+    fake_gpu.fail("cuEventElapsedTime")
+    with pytest.raises(KvmigError, match="cuEventElapsedTime"):
+        world.copies.gather([1], world.buffer("mapping", world.size))
 
 
 def test_blocks_may_lie_across_pieces_of_physical_memory(world: World) -> None:

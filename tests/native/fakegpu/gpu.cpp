@@ -380,9 +380,10 @@ CALL(kContext, cuMemsetD8Async, void *to, unsigned char byte, size_t count, void
 
 // -- events and streams
 
-CALL(kContext, cuEventCreate, void **made, unsigned)
+CALL(kContext, cuEventCreate, void **made, unsigned flags)
+    if (flags & ~kWithoutTiming) return kInvalidValue;
     *made = new char;
-    machine.events[*made] = {current, nullptr, 0};
+    machine.events[*made] = {current, !(flags & kWithoutTiming), nullptr, 0, nullptr};
     return kSuccess;
 }
 CALL(kContext, cuEventRecord, void *event, void *handle)
@@ -392,6 +393,10 @@ CALL(kContext, cuEventRecord, void *event, void *handle)
     if (found == machine.events.end() || found->second.context != current) return kInvalidHandle;
     found->second.stream = stream;
     found->second.upto = stream->queued;
+    if (!found->second.timed) return kSuccess;
+    const auto stamp = found->second.stamp = std::make_shared<Stamp>();
+    if (stream->done >= stream->queued) stamp->now();
+    else stream->stamps.emplace_back(stream->queued, stamp);
     return kSuccess;
 }
 CALL(kUnsafe, cuEventQuery, void *event)
@@ -400,6 +405,16 @@ CALL(kUnsafe, cuEventQuery, void *event)
     const Event &one = found->second;
     if (machine.stuck) return kNotReady;
     return !one.stream || one.stream->done >= one.upto ? kSuccess : kNotReady;
+}
+CALL(kContext, cuEventElapsedTime, float *ms, void *from, void *to)
+    const auto first = machine.events.find(from), last = machine.events.find(to);
+    for (const auto &one : {first, last})
+        if (one == machine.events.end() || one->second.context != current || !one->second.stamp)
+            return kInvalidHandle;
+    const Stamp &begin = *first->second.stamp, &end = *last->second.stamp;
+    if (machine.stuck || !begin.happened || !end.happened) return kNotReady;
+    *ms = std::chrono::duration<float, std::milli>(end.at - begin.at).count();
+    return kSuccess;
 }
 CALL(kContext, cuEventDestroy_v2, void *event)
     if (!machine.events.erase(event)) return kInvalidHandle;

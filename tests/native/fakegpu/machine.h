@@ -39,6 +39,7 @@ enum {
 };
 constexpr int kDevices = 2, kSms = 2, kGlobal = 0, kRelaxed = 2;
 constexpr size_t kGranularity = 2 << 20, kAlignment = 512, kGap = 1 << 20;
+constexpr unsigned kWithoutTiming = 2;  // CU_EVENT_DISABLE_TIMING
 constexpr int kFile = 1;  // POSIX_FILE_DESCRIPTOR
 using Address = uintptr_t;
 using Lock = std::unique_lock<std::mutex>;
@@ -62,19 +63,31 @@ struct Work {
     uint64_t upto = 0;  // of `after`
 };
 
+struct Stamp {  // when an event happened
+    std::chrono::steady_clock::time_point at;
+    bool happened = false;
+    void now() {
+        at = std::chrono::steady_clock::now();
+        happened = true;
+    }
+};
+
 struct Stream {
     Context *context;
     int priority = 0;
     std::shared_ptr<Green> green;  // null: of the primary context itself
     std::deque<Work> work;
+    std::deque<std::pair<uint64_t, std::shared_ptr<Stamp>>> stamps;  // due when so much is done
     uint64_t queued = 0, done = 0;
     bool closed = false, capturing = false, spoilt = false;
 };
 
 struct Event {
     Context *context;
+    bool timed;
     std::shared_ptr<Stream> stream;  // null: never recorded
     uint64_t upto = 0;
+    std::shared_ptr<Stamp> stamp;  // of one that is timed, once recorded
 };
 
 struct Physical {
@@ -267,6 +280,10 @@ void serve(std::shared_ptr<Stream> stream) {
         }
         stream->work.pop_front();
         ++stream->done;
+        for (auto &due = stream->stamps; !due.empty() && due.front().first <= stream->done;) {
+            due.front().second->now();
+            due.pop_front();
+        }
         machine.changed.notify_all();
     }
 }
