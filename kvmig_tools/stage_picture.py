@@ -14,7 +14,7 @@ from kvmig.kvtransfer.report import ChunkTimes, StageReport
 
 LEFT, WIDTH, TOP, ROW, BAR = 64, 860, 76, 9, 7
 COLOURS = {
-    "waits for a slot": "#c9c9c9",
+    "waits at the source": "#c9c9c9",
     "gather": "#1f6fb2",
     "push": "#4fa36b",
     "waits at the destination": "#ece3c8",

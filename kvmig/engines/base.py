@@ -410,7 +410,8 @@ class Engine(Protocol):
 
         urgent: the request isn't decoded meanwhile, so it goes before other copies. Of no blocks:
         a GPU does what it must do once with `out`, such as pinning its pages. Checksums that a
-        device has computed may be `CopySums`.
+        device has computed may be `CopySums`. It may be called while copies are under way: they
+        run one after the other, urgent ones first.
         """
         ...
 

@@ -186,6 +186,10 @@ class MigrationLine:
         self._charge(nbytes - self._held)
         self._held = 0
 
+    def give_back(self, nbytes: int) -> None:
+        """A chunk of `nbytes` that was committed doesn't go."""
+        self._charge(-nbytes)
+
     def release(self) -> None:
         """End the flow; returns an unused turn."""
         self.commit(0)

@@ -5,6 +5,10 @@ few blocks. While one transfer is under way, the next chunks gather in a queue; 
 takes as many of them as one copy may last. Each chunk is still its own migration's: it is checked,
 scattered and answered by itself, and the buffer is free when the last of them is done. Chunks of
 the pause go alone, in a slot that is held before the request is suspended.
+
+Two transfers are under way at once: one is gathered while the one before it is pushed, and where
+that takes no time, its copy waits behind the other's, so that the copies follow one another without
+a turn of this process's event loop between them. They are pushed in their order.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -31,6 +36,10 @@ from kvmig.rpc.codec import Frames
 from kvmig.rpc.messages import RpcMessage
 
 Send = Callable[[RpcMessage, Frames], None]
+UNDER_WAY = 2
+"""Transfers to one destination that are gathered or pushed at once, and chunks of a stage that wait
+for a transfer or are in one. The engine copies one after the other, so that a step waits for one
+copy of `--chunk-ms` at most however many there are."""
 MOST_CHUNKS = 64
 """Chunks of a stage whose times are kept: its first ones."""
 
@@ -51,7 +60,7 @@ class SharedSlot:
 
 
 class TransferTimes(NamedTuple):
-    """When a transfer's gather began, its push began, and its push was over: by the clock."""
+    """When a transfer's copy began, when it was gathered, and when it was pushed: by the clock."""
 
     gather: float
     push: float
@@ -103,6 +112,8 @@ class BlockSender:
         self._parts = StageParts()
         self._chunks: list[ChunkTimes] = []
         """Times of the present stage's chunks."""
+        self._last: TransferTimes | None = None
+        """The transfer of its last chunk that went."""
         self._closed = False
 
     # -- while the request decodes: with the chunks of other migrations
@@ -112,57 +123,84 @@ class BlockSender:
     ) -> None:
         """Send one stage: the blocks of the request after the `first` ones that were sent."""
         clock, size = self._context.clock, len(block_ids)
-        started = clock()
-        for offset, ids in self._context.sizer.cut(block_ids):
-            where = places[offset : offset + len(ids)]
-            while not await self._send_batched(stage, started, first + offset, ids, where):
-                self._mailbox.read()
+        started, self._last = clock(), None
+        going: deque[GoingChunk] = deque()
+        try:
+            for offset, ids in self._context.sizer.cut(block_ids):
+                where = places[offset : offset + len(ids)]
+                going.append(await self._queue_chunk(stage, started, first + offset, ids, where))
+                if len(going) == UNDER_WAY:
+                    await self._see_off(going)
+            while going:
+                await self._see_off(going)
+        except BaseException as error:
+            await self._call_back(going, wait=not isinstance(error, asyncio.CancelledError))
+            raise
         parts, self._parts = self._parts, StageParts()
         chunks, self._chunks = self._chunks, []
         self._timeline.stage(size, size * self._block_bytes, started, parts, chunks)
 
-    async def _send_batched(
+    async def _queue_chunk(
         self,
         stage: int,
         began: float,
         first: int,
         block_ids: Sequence[int],
         places: Sequence[int],
-    ) -> bool:
-        """Send one chunk; False if there is news before it is on its way. began: the stage."""
-        clock, parts, news = self._context.clock, self._parts, self._mailbox.news
-        started = clock()
-        nbytes = len(block_ids) * self._block_bytes
-        times = ChunkTimes(nbytes, (started - began) * 1e3)
-        await _either(self._reserve(), news)
-        if news.is_set():
-            return False
+    ) -> GoingChunk:
+        """Queue one chunk for a transfer once there is bandwidth for it. began: the stage."""
+        turned, parts = self._context.clock(), self._parts
+        times = ChunkTimes(len(block_ids) * self._block_bytes, (turned - began) * 1e3)
+        await self._until(self._reserve)
         chunk = QueuedChunk(
             self._mid, stage, first, block_ids, self._staging, self._channel,
             lambda slot: self._board(SentChunk(slot, parts, times, began)), places,
         )  # fmt: skip
+        self._line.commit(times.bytes)
         self._batcher.add(chunk)
-        try:
-            await _either(_outcome(chunk), news)
-            if not chunk.sent.done() and self._batcher.withdraw(chunk):
-                return False
-            went = await _outcome(chunk)
-        except BaseException:
-            self._batcher.withdraw(chunk)
-            raise
-        self._line.commit(nbytes)
-        self._timeline.bytes += nbytes
-        self._timeline.fused_chunks += chunk.fused
-        gather_ms, push_ms = (went.push - went.gather) * 1e3, (went.sent - went.push) * 1e3
-        parts.gather += gather_ms
-        parts.push += push_ms
-        parts.gather_device = _sum(parts.gather_device, went.device_ms)
-        parts.wait += max(0.0, (clock() - started) * 1e3 - gather_ms - push_ms)
-        times.gather, times.push, times.sent = ((at - began) * 1e3 for at in went[:3])
+        return GoingChunk(chunk, times, turned, began)
+
+    async def _see_off(self, going: deque[GoingChunk]) -> None:
+        """Wait until the oldest of them is on its way to the destination."""
+        await self._until(lambda: _outcome(going[0].queued))
+        self._record(going.popleft())
+
+    async def _call_back(self, going: deque[GoingChunk], wait: bool) -> None:
+        """The stage ends early. wait: for chunks that can't be withdrawn any more."""
+        for one in going:
+            withdrawn = self._batcher.withdraw(one.queued)
+            if wait and not withdrawn:
+                await asyncio.wait([one.queued.sent])
+            sent = one.queued.sent
+            if withdrawn or (sent.done() and (sent.cancelled() or sent.exception() is not None)):
+                self._line.give_back(one.times.bytes)
+            elif sent.done():
+                self._record(one)
+
+    def _record(self, one: GoingChunk) -> None:
+        """A chunk is on its way."""
+        went, last, parts, times = one.queued.sent.result(), self._last, self._parts, one.times
+        self._timeline.bytes += times.bytes
+        self._timeline.fused_chunks += one.queued.fused
+        if went is not last:  # else two of this stage went together
+            free, pushed = (0.0, 0.0) if last is None else (last.push, last.sent)
+            parts.wait += max(0.0, went.gather - max(one.turned, free)) * 1e3
+            parts.gather += (went.push - went.gather) * 1e3
+            parts.push += (went.sent - max(went.push, pushed)) * 1e3
+            parts.gather_device = _sum(parts.gather_device, went.device_ms)
+        self._last = went
+        times.gather, times.push, times.sent = ((at - one.began) * 1e3 for at in went[:3])
         times.gather_device = went.device_ms
         if len(self._chunks) < MOST_CHUNKS:
             self._chunks.append(times)
-        return True
+
+    async def _until(self, wait: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Wait for it, and read what comes meanwhile."""
+        while True:
+            await _either(wait(), self._mailbox.news)
+            if not self._mailbox.news.is_set():
+                return
+            self._mailbox.read()
 
     def _board(self, sent: SentChunk) -> None:
         if self._closed:
@@ -294,6 +332,83 @@ class QueuedChunk:
         self.sent.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
 
 
+@dataclass(slots=True)
+class GoingChunk:
+    """A stage's chunk that waits for its transfer, or is in it. turned, began: when its turn came,
+    and when the stage began, by the clock."""
+
+    queued: QueuedChunk
+    times: ChunkTimes
+    turned: float
+    began: float
+
+
+class ChunkTransfer:
+    """Chunks that go in one slot: gathered by one copy, and pushed."""
+
+    def __init__(self, batch: Sequence[QueuedChunk], staging: StagingPool, slot: int) -> None:
+        self._batch = batch
+        self._slot = slot
+        self._shared = SharedSlot(staging, slot, len(batch))
+        self._announced = 0
+        self.gathered_at = 0.0
+        """By the clock; 0: it isn't."""
+        self.over = asyncio.Event()
+        """Set at its end, however it went."""
+
+    async def run(
+        self, context: SourceContext, send: Send, former: ChunkTransfer | None
+    ) -> TransferTimes:
+        """Gather, which the engine does after the copy of the `former` one, and push after it."""
+        clock, batch, slot = context.clock, self._batch, self._slot
+        channel, block_bytes = batch[0].channel, context.engine.layout.block_bytes
+        ids = [block for queued in batch for block in queued.block_ids]
+        nbytes = len(ids) * block_bytes
+        fused = len({queued.mid for queued in batch}) > 1
+        async with asyncio.timeout(context.timeout_s):
+            buffer = await channel.buffer(slot)
+            began = clock()
+            checksums = await context.engine.gather(ids, buffer[:nbytes])
+        self.gathered_at = gathered = clock()
+        if former is not None:
+            began = max(began, former.gathered_at)
+        context.sizer.observe(nbytes, (gathered - began) * 1e3)
+        parts = _chunks(batch, slot, checksums, block_bytes)
+
+        def announce(payload: Frames = (), number: int = 0) -> None:
+            for queued in batch:
+                self._announced += 1
+                queued.fused = fused
+                queued.board(self._shared)
+            at = PAYLOAD_SLOT if payload else slot
+            chunks = [replace(chunk, slot=at, number=number) for chunk in parts]
+            send(chunks[0] if len(chunks) == 1 else Bundle(chunks), payload)
+
+        if former is not None:
+            await former.over.wait()
+        async with asyncio.timeout(context.timeout_s):
+            await channel.push(replace(parts[0], nbytes=nbytes), announce)
+        return TransferTimes(began, gathered, clock(), device_ms_of(checksums))
+
+    def end(self, task: asyncio.Task[TransferTimes]) -> None:
+        """The task of `run` has ended, or never begun: answer all chunks, and keep nothing."""
+        batch, self._batch = self._batch, ()
+        for _ in range(len(batch) - self._announced):
+            self._shared.drop()
+        error = None if task.cancelled() else task.exception()
+        _clear(error)
+        for queued in batch:
+            if queued.sent.done():
+                continue
+            if error is not None:
+                queued.sent.set_exception(error)
+            elif task.cancelled():
+                queued.sent.cancel()
+            else:
+                queued.sent.set_result(task.result())
+        self.over.set()
+
+
 class ChunkBatcher:
     """Sends the queued chunks of all migrations to one destination, those that wait together."""
 
@@ -302,6 +417,9 @@ class ChunkBatcher:
         self._endpoint = endpoint
         self._queue: deque[QueuedChunk] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._places = asyncio.Semaphore(UNDER_WAY)
+        self._transfers: set[asyncio.Task[TransferTimes]] = set()
+        self._last: ChunkTransfer | None = None
 
     def send(self, message: RpcMessage, payload: Frames = ()) -> None:
         """Send to the destination. Raises TransportError if it is gone."""
@@ -322,36 +440,53 @@ class ChunkBatcher:
 
     async def close(self) -> None:
         """Cancel everything that waits or is under way."""
+        tasks: list[asyncio.Task[Any]] = [*self._transfers]
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            tasks.append(self._task)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         while self._queue:
             self._queue.popleft().sent.cancel()
 
     async def _run(self) -> None:
         while self._queue:
-            staging = self._queue[0].staging
+            await self._places.acquire()
+            begun = False
             try:
-                slot = await staging.acquire(self.context.timeout_s)
-            except TransportError as error:
-                _fail(list(self._queue), MigrationRefused("timeout", str(error)))
-                self._queue.clear()
-                return
-            batch = self._take(staging)
-            if not batch:
-                staging.release(slot)
-                continue
-            try:
-                times = await self._transfer(batch, staging, slot)
-            except BaseException as error:
-                _clear(error)
-                _fail(batch, error)
-                if not isinstance(error, Exception):
-                    raise
-            else:
-                for queued in batch:
-                    if not queued.sent.done():
-                        queued.sent.set_result(times)
+                begun = await self._begin()
+            finally:
+                if not begun:
+                    self._places.release()
+
+    async def _begin(self) -> bool:
+        """Begin the next transfer; False if there is none."""
+        if not self._queue:
+            return False
+        staging = self._queue[0].staging
+        try:
+            slot = await staging.acquire(self.context.timeout_s)
+        except TransportError as error:
+            while self._queue:
+                refusal = MigrationRefused("timeout", str(error))
+                self._queue.popleft().sent.set_exception(refusal)
+            return False
+        batch = self._take(staging)
+        if not batch:
+            staging.release(slot)
+            return False
+        transfer = ChunkTransfer(batch, staging, slot)
+        task = asyncio.create_task(transfer.run(self.context, self.send, self._last))
+        self._last = transfer
+        self._transfers.add(task)
+        task.add_done_callback(partial(self._ended, transfer))
+        return True
+
+    def _ended(self, transfer: ChunkTransfer, task: asyncio.Task[TransferTimes]) -> None:
+        self._transfers.discard(task)
+        self._places.release()
+        transfer.end(task)
 
     def _take(self, staging: StagingPool) -> list[QueuedChunk]:
         """The chunks at the head of the queue that one copy and one slot can hold; at least one."""
@@ -366,41 +501,6 @@ class ChunkBatcher:
             room -= len(head.block_ids)
             batch.append(self._queue.popleft())
         return batch
-
-    async def _transfer(
-        self, batch: Sequence[QueuedChunk], staging: StagingPool, slot: int
-    ) -> TransferTimes:
-        """Gather all blocks of the batch in one copy and push them."""
-        clock, shared, boarded = self.context.clock, SharedSlot(staging, slot, len(batch)), 0
-        block_bytes = self.context.engine.layout.block_bytes
-        ids = [block for queued in batch for block in queued.block_ids]
-        nbytes = len(ids) * block_bytes
-
-        def announce(payload: Frames = (), number: int = 0) -> None:
-            nonlocal boarded
-            for queued in batch:
-                boarded += 1
-                queued.fused = len(batch) > 1
-                queued.board(shared)
-            at = PAYLOAD_SLOT if payload else slot
-            chunks = [replace(chunk, slot=at, number=number) for chunk in parts]
-            self.send(chunks[0] if len(chunks) == 1 else Bundle(chunks), payload)
-
-        try:
-            async with asyncio.timeout(self.context.timeout_s):
-                buffer = await batch[0].channel.buffer(slot)
-                began = clock()
-                checksums = await self.context.engine.gather(ids, buffer[:nbytes])
-            gathered = clock()
-            self.context.sizer.observe(nbytes, (gathered - began) * 1e3)
-            parts = _chunks(batch, slot, checksums, block_bytes)
-            async with asyncio.timeout(self.context.timeout_s):
-                await batch[0].channel.push(replace(parts[0], nbytes=nbytes), announce)
-            return TransferTimes(began, gathered, clock(), device_ms_of(checksums))
-        except BaseException:
-            for _ in range(len(batch) - boarded):
-                shared.drop()
-            raise
 
 
 def _chunks(
@@ -429,16 +529,6 @@ def _clear(error: BaseException | None) -> None:
     while error is not None:
         clear_frames(error.__traceback__)
         error = error.__context__
-
-
-def _fail(batch: Sequence[QueuedChunk], error: BaseException) -> None:
-    for queued in batch:
-        if queued.sent.done():
-            continue
-        if isinstance(error, Exception):
-            queued.sent.set_exception(error)
-        else:
-            queued.sent.cancel()
 
 
 async def _outcome(chunk: QueuedChunk) -> TransferTimes:

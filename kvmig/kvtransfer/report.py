@@ -34,7 +34,13 @@ Reason = Literal[
 class StageParts(msgspec.Struct):
     """Parts of a stage's time, in milliseconds summed over its chunks, which may overlap."""
 
-    wait: Annotated[float, Meta(description="For a free staging slot and for bandwidth.")] = 0.0
+    wait: Annotated[
+        float,
+        Meta(
+            description="For a free staging slot, for bandwidth and for others' copies, while none "
+            "of the stage's chunks was gathered."
+        ),
+    ] = 0.0
     gather: Annotated[float, Meta(description="Out of the source's cache.")] = 0.0
     push: Annotated[
         float, Meta(description="To the destination, as far as the source's side of it.")
@@ -54,10 +60,14 @@ class ChunkTimes(msgspec.Struct):
     """One chunk of a stage: milliseconds since the stage began, by the source's clock."""
 
     bytes: int
-    turn: Annotated[float, Meta(description="The chunk before it was on its way.")]
-    gather: Annotated[float, Meta(description="It had its slot: the gather began.")] = 0.0
+    turn: Annotated[float, Meta(description="The chunk two before it was on its way.")]
+    gather: Annotated[
+        float, Meta(description="It had its slot, and the gather before it was over.")
+    ] = 0.0
     push: Annotated[float, Meta(description="It was gathered.")] = 0.0
-    sent: Annotated[float, Meta(description="The source's side of the push was over.")] = 0.0
+    sent: Annotated[
+        float, Meta(description="The source's side of the push was over; pushes keep the order.")
+    ] = 0.0
     answered: Annotated[
         float | None,
         Meta(description="The destination had scattered it; null: no answer has come."),

@@ -16,7 +16,7 @@ CHUNK = ChunkTimes(1000, 0.0, 1.0, 3.0, 3.5, answered=8.0, scatter=2.0)
 
 def test_each_part_of_a_chunks_way_begins_where_the_one_before_ends() -> None:
     assert bars(CHUNK) == [
-        ("waits for a slot", 0.0, 1.0),
+        ("waits at the source", 0.0, 1.0),
         ("gather", 1.0, 3.0),
         ("push", 3.0, 3.5),
         ("waits at the destination", 3.5, 6.0),
@@ -26,7 +26,7 @@ def test_each_part_of_a_chunks_way_begins_where_the_one_before_ends() -> None:
 
 def test_a_chunk_whose_answer_has_not_come_ends_with_its_push() -> None:
     sent = ChunkTimes(1000, 0.0, 1.0, 3.0, 3.5)
-    assert [name for name, _, _ in bars(sent)] == ["waits for a slot", "gather", "push"]
+    assert [name for name, _, _ in bars(sent)] == ["waits at the source", "gather", "push"]
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=5, max_size=5), st.floats(0, 1e5))
