@@ -228,12 +228,12 @@ class Tail(msgspec.Struct, frozen=True):
 
 
 class CopySums(list[int]):
-    """Checksums of a copy, one a block, of an engine that measures its device."""
+    """Checksums of a copy's blocks, by an engine that measures its device."""
 
     def __init__(self, checksums: Iterable[int] = (), device_ms: float | None = None) -> None:
         super().__init__(checksums)
         self.device_ms = device_ms
-        """From the copy's first work on the device to its end, by the device's events."""
+        """Time from the copy's first work on the device to its end, by the device's events."""
 
 
 def device_ms_of(checksums: list[int]) -> float | None:

@@ -41,7 +41,7 @@ class SideStream:
             time.sleep(0 if spent < _SPIN_S else _POLL_S)
 
     def took_ms(self) -> float:
-        """From `begin` to the end that `settle` has waited for, by the device's clock."""
+        """Time from `begin` to the end that `settle` has waited for, by the device's clock."""
         return self._device.elapsed_ms(self._begin, self._end)
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class TransferTimes(NamedTuple):
     push: float
     sent: float
     device_ms: float | None
-    """Of the gather on a device, by its events."""
+    """Time of the gather on a device, by its events."""
 
 
 @dataclass(slots=True)
@@ -352,7 +352,7 @@ class ChunkTransfer:
         self._shared = SharedSlot(staging, slot, len(batch))
         self._announced = 0
         self.gathered_at = 0.0
-        """By the clock; 0: it isn't."""
+        """Time by the clock; 0: it isn't gathered."""
         self.over = asyncio.Event()
         """Set at its end, however it went."""
 
@@ -518,7 +518,7 @@ def _chunks(
 
 
 def _sum(known: float | None, more: float | None) -> float | None:
-    """None: neither is known."""
+    """The sum of what is known; None: neither is."""
     return known if more is None else (known or 0.0) + more
 
 

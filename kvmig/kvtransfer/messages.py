@@ -106,7 +106,7 @@ class ChunkDone(RpcMessage, frozen=True, tag=True):
     slot: int
     scatter_ms: float
     device_ms: float | None = None
-    """Of it on the destination's device, by its events; None: no device copied."""
+    """Part of it on the destination's device, by its events; None: no device copied."""
 
 
 class Expect(RpcMessage, frozen=True, tag=True):
