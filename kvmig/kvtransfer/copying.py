@@ -162,12 +162,19 @@ class BlockSender:
 
     async def _see_off(self, going: deque[GoingChunk]) -> None:
         """Wait until the oldest of them is on its way to the destination."""
-        await self._until(lambda: _outcome(going[0].queued))
+        sent = going[0].queued.sent
+        await self._until(lambda: asyncio.wait([sent]))
+        if not sent.cancelled() and sent.exception() is not None:
+            # Raised once nothing waits any more: the others may fail by the same error, and the
+            # frames that it has left are cleared then.
+            await self._call_back(going, wait=True)
+            sent.result()
         self._record(going.popleft())
 
     async def _call_back(self, going: deque[GoingChunk], wait: bool) -> None:
         """The stage ends early. wait: for chunks that can't be withdrawn any more."""
-        for one in going:
+        while going:
+            one = going.popleft()
             withdrawn = self._batcher.withdraw(one.queued)
             if wait and not withdrawn:
                 await asyncio.wait([one.queued.sent])
@@ -529,11 +536,6 @@ def _clear(error: BaseException | None) -> None:
     while error is not None:
         clear_frames(error.__traceback__)
         error = error.__context__
-
-
-async def _outcome(chunk: QueuedChunk) -> TransferTimes:
-    # Shielded: other migrations' chunks may be in the same transfer.
-    return await asyncio.shield(chunk.sent)
 
 
 async def _either(work: Coroutine[Any, Any, object], news: asyncio.Event) -> None:

@@ -172,7 +172,8 @@ async def test_a_migration_answers_with_its_report_and_is_listed() -> None:
         assert (told["state"], told["source"], told["destination"]) == (
             "committed", a.instance, b.instance,
         )  # fmt: skip
-        parts = dict.fromkeys(("wait", "gather", "push", "scatter"), 0.0)
+        host = dict.fromkeys(("wait", "gather", "push", "scatter"), 0.0)
+        parts = {**host, "gather_device": None, "scatter_device": None}
         assert told["stages"] == [
             {"blocks": 3, "bytes": 3000, "ms": 1.5, "parts": parts, "chunks": [], "began_ms": None}
         ]

@@ -255,9 +255,12 @@ class Stage:
         monkeypatch.setattr(context.sizer, "blocks", lambda: 1)
         self.mailbox: EventMailbox[str, str] = EventMailbox(lambda event: [event] if event else [])
         self.timeline = MigrationTimeline(MOVE, context.clock)
-        self.sender = BlockSender(MOVE, line.batcher, line.staging, "", self.mailbox, self.timeline)
         self.charged: list[int] = []
-        monkeypatch.setattr(self.sender._line, "_charge", self.charged.append)
+        bandwidth = context.throttle.line(MOVE.mid, MOVE.destination)
+        monkeypatch.setattr(bandwidth, "commit", self.charged.append)
+        monkeypatch.setattr(bandwidth, "give_back", lambda nbytes: self.charged.append(-nbytes))
+        monkeypatch.setattr(context.throttle, "line", lambda flow, pair: bandwidth)
+        self.sender = BlockSender(MOVE, line.batcher, line.staging, "", self.mailbox, self.timeline)
 
 
 async def test_a_stages_next_chunk_is_gathered_while_the_one_before_it_is_pushed(
@@ -426,7 +429,7 @@ def test_each_chunk_goes_once_in_order_and_no_slot_is_too_full(
 ) -> None:
     """However long its copy and its push take."""
 
-    async def dawdle(*_: object) -> None:
+    async def dawdle(*what: object) -> None:
         for _ in range(random.randrange(4)):
             await asyncio.sleep(0)
 
@@ -533,10 +536,12 @@ async def test_a_client_that_leaves_takes_no_other_request_with_it(
 ) -> None:
     source, wait = together
     async with cluster(source=source) as them:
+        copies = count(1)
 
         async def leave(method: str) -> None:
+            number = next(copies) if method == "gather" else 0
             await wait(method)
-            if method == "gather":
+            if number == 1:
                 them.a.migrations.cancel_request("t", "aborted_by_client")
 
         source.before = leave

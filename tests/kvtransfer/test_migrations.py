@@ -67,11 +67,11 @@ class MeasuredEngine(FakeEngine):
         super().__init__()
         self.gather_ms, self.scatter_ms = gather_ms, scatter_ms
 
-    def _gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
-        return CopySums(super()._gather(block_ids, out), self.gather_ms)
+    def copy_out(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
+        return CopySums(super().copy_out(block_ids, out), self.gather_ms)
 
-    def _scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
-        return CopySums(super()._scatter(block_ids, fused), self.scatter_ms)
+    def copy_in(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
+        return CopySums(super().copy_in(block_ids, fused), self.scatter_ms)
 
 
 async def test_the_report_has_each_devices_time_of_a_copy() -> None:

@@ -200,7 +200,7 @@ class FakeEngine:
         size = len(tail.block_ids) * BLOCK_BYTES
         if not self.at_once or out is None or size > len(out):
             return tail
-        return replace(tail, checksums=self._gather(tail.block_ids, out[:size]))
+        return replace(tail, checksums=self.copy_out(tail.block_ids, out[:size]))
 
     def _used(self, tokens: list[int]) -> int:
         """Blocks that hold the KV of all but the last one."""
@@ -260,7 +260,7 @@ class FakeEngine:
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         await self._enter("commit")
         if last is not None:
-            last.check(self._scatter(last.block_ids, last.fused))
+            last.check(self.copy_in(last.block_ids, last.fused))
         tokens = msgspec.msgpack.decode(tail.state)
         request = self.reserved.pop(request_id)
         request.tokens = tokens
@@ -284,9 +284,9 @@ class FakeEngine:
     ) -> list[int]:
         self.urgent.append(urgent)
         await self._enter("gather")
-        return self._gather(block_ids, out)
+        return self.copy_out(block_ids, out)
 
-    def _gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
+    def copy_out(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
         for index, block in enumerate(block_ids):
             run = self.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
             out[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES] = run
@@ -300,9 +300,9 @@ class FakeEngine:
     ) -> list[int]:
         self.urgent.append(urgent)
         await self._enter("scatter")
-        return self._scatter(block_ids, fused)
+        return self.copy_in(block_ids, fused)
 
-    def _scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
+    def copy_in(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
         for index, block in enumerate(block_ids):
             run = fused[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
             self.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = run
