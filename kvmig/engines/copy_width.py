@@ -26,8 +26,8 @@ def copy_workers(few: int, idle: bool, sm_count: int) -> int:
     A step that begins during a wide copy doesn't wait for it: the copy has a stream of its own, at
     most half of the SMs, and leaves room for an engine's CTAs on these, too (docs/data-plane.md).
     It is slower meanwhile: on an H100, 16 CTAs made steps 1.08 (TMA) and 1.23 times as long. A copy
-    lasts for `--chunk-ms` (2 ms) at most, and the next one finds the engine busy. So it costs one
-    step 0.5 ms at the very most.
+    lasts for `--chunk-ms` (2 ms) at most, and the next one finds the engine busy. By these figures
+    it costs one step 0.5 ms at most; a single wide copy during a step isn't measured.
     """
     return max(few, min(CTAS_WHILE_IDLE, sm_count // 2)) if idle else few
 

@@ -12,11 +12,11 @@ import pytest
 
 from kvmig.models import BUNDLED
 from tests.support.fleets import Streamed, ToyFleet, ask, counted
-from tests.support.waiting import until_yes, wait_until
+from tests.support.waiting import until_yes
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 
-from tests.e2e.test_fleet_worker_placement import left_and_right, places, reached, ready
+from tests.e2e.test_fleet_worker_placement import fleet_on, left_and_right, places, reached
 from tests.e2e.test_fleet_workers import NamedNodes
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
@@ -36,9 +36,7 @@ def nodes() -> Iterator[NamedNodes]:
 
 @pytest.fixture
 def fleet(nodes: NamedNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyFleet]:
-    folder = tmp_path_factory.mktemp("fleet")
-    with ToyFleet(folder, f"--ray={nodes.cluster.address}", "--threads=1") as made:
-        wait_until(lambda: {"left", "right"} <= ready(made))
+    with fleet_on(nodes, tmp_path_factory.mktemp("fleet")) as made:
         yield made
 
 

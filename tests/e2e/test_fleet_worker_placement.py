@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -39,6 +40,14 @@ def left_and_right(make: Callable[[], Cluster]) -> Iterator[Cluster]:
             made.cluster.shutdown()
 
 
+@contextmanager
+def fleet_on(nodes: NamedNodes, folder: Path) -> Iterator[ToyFleet]:
+    """A fleet on such nodes, which are ready, until the end of the block."""
+    with ToyFleet(folder, f"--ray={nodes.cluster.address}", "--threads=1") as made:
+        wait_until(lambda: {"left", "right"} <= ready(made))
+        yield made
+
+
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[NamedNodes]:
     with left_and_right(NamedNodes) as made:
@@ -48,9 +57,7 @@ def nodes() -> Iterator[NamedNodes]:
 @pytest.fixture(scope="module")
 def fleet(nodes: NamedNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyFleet]:
     """With model a on both workers, and b on one."""
-    folder = tmp_path_factory.mktemp("fleet")
-    with ToyFleet(folder, f"--ray={nodes.cluster.address}", "--threads=1") as made:
-        wait_until(lambda: {"left", "right"} <= ready(made))
+    with fleet_on(nodes, tmp_path_factory.mktemp("fleet")) as made:
         for name, count in (("a", 2), ("b", 1)):
             made.add_toy(name, instances={"min": count, "max": 2})
             made.until(f"models/{name}", state="serving", serving=count)

@@ -14,11 +14,11 @@ import pytest
 
 from tests.placement.test_replace import placement_text
 from tests.support.fleets import ToyFleet, answer, ask, counted
-from tests.support.waiting import until_yes, wait_until
+from tests.support.waiting import until_yes
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 
-from tests.e2e.test_fleet_worker_placement import left_and_right, places, reached, ready
+from tests.e2e.test_fleet_worker_placement import fleet_on, left_and_right, places, reached
 from tests.e2e.test_fleet_workers import NamedNodes
 from tests.e2e.test_serve_fleet_placement import rule
 
@@ -34,9 +34,7 @@ def nodes() -> Iterator[NamedNodes]:
 @pytest.fixture
 def fleet(nodes: NamedNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyFleet]:
     """With models a and c on one worker each, and b on both."""
-    folder = tmp_path_factory.mktemp("fleet")
-    with ToyFleet(folder, f"--ray={nodes.cluster.address}", "--threads=1") as made:
-        wait_until(lambda: {"left", "right"} <= ready(made))
+    with fleet_on(nodes, tmp_path_factory.mktemp("fleet")) as made:
         for name, count in (("b", 2), ("a", 1), ("c", 1)):
             made.add_toy(name, instances={"min": count, "max": 3}, memory=1 << 20)
             made.until(f"models/{name}", state="serving", serving=count)

@@ -3,7 +3,8 @@ nothing is."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -21,37 +22,19 @@ def test_nothing_is_wrong_with_instances_on_workers() -> None:
     assert found.states > 10_000
 
 
-def hasty(
-    rows: Sequence[InstanceLoad],
-    leaving: Mapping[str, Leaving],
-    departing: Collection[str],
-    wanted: int,
-    no_room: str,
-) -> LeavingStep:
+def hasty(rows: Sequence[InstanceLoad], leaving: Mapping[str, Leaving], *rest: Any) -> LeavingStep:
     """It drains an instance before another one serves."""
     runs = [one.id for one in rows if one.id in leaving and one.state == "serving"]
-    return leaving_step(rows, leaving, departing, wanted, no_room)._replace(drained=tuple(runs))
+    return leaving_step(rows, leaving, *rest)._replace(drained=tuple(runs))
 
 
-def greedy(
-    rows: Sequence[InstanceLoad],
-    leaving: Mapping[str, Leaving],
-    departing: Collection[str],
-    wanted: int,
-    no_room: str,
-) -> LeavingStep:
+def greedy(rows: Sequence[InstanceLoad], leaving: Mapping[str, Leaving], *rest: Any) -> LeavingStep:
     """It takes out what was lost before another one is there."""
     lost = [one.id for one in rows if leaving.get(one.id) == "lost"]
-    return leaving_step(rows, leaving, departing, wanted, no_room)._replace(removed=tuple(lost))
+    return leaving_step(rows, leaving, *rest)._replace(removed=tuple(lost))
 
 
-def stubborn(
-    rows: Sequence[InstanceLoad],
-    leaving: Mapping[str, Leaving],
-    departing: Collection[str],
-    wanted: int,
-    no_room: str,
-) -> LeavingStep:
+def stubborn(*_: object) -> LeavingStep:
     """It lets instances stay where they are."""
     return LeavingStep()
 
