@@ -27,7 +27,7 @@ from bench.mux.small import Policy
 from bench.report import Target
 from kvmig.engines.gate import PARTS, ComputeShares
 from kvmig.engines.vllm import flags
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.problem import GpuUnit, PlacedInstance, cluster_of
 from kvmig.placement.step_costs import DeviceCosts
 from kvmig_tools.sim.mux import Load
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = report.parser(__doc__, LONG_RUN).parse_args(argv)
     seconds = 4.0 if args.quick else SEND_S
-    estimator = Estimator(MODELS, cluster_of(CLUSTER))
+    estimator = PlanEstimator(MODELS, cluster_of(CLUSTER))
     expected = estimator.unit(
         GpuUnit(GPUS, tuple(PlacedInstance(i, m.rate) for i, m in enumerate(MODELS)))
     )

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from kvmig.core.errors import KernelUnavailable
-from kvmig.core.layout import KVLayout, Region, fused
+from kvmig.core.layout import BlockRegion, KVLayout, fused
 from kvmig.kernels import select
-from kvmig.kernels.api import BlockCopy, Device, Ids, Kernels
+from kvmig.kernels.api import BlockCopy, CopyKernels, Device, Ids
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.driver import CudaDriver, current_device
 from kvmig.kernels.gpu import GpuKernels
@@ -69,7 +69,8 @@ class Cache:
         stride = 2 * self.n * shape.run
         base = self.layers.data_ptr()
         runs = (
-            Region(base + layer * stride, shape.run, shape.run) for layer in range(shape.layers)
+            BlockRegion(base + layer * stride, shape.run, shape.run)
+            for layer in range(shape.layers)
         )
         self.layout = KVLayout(tuple(runs), 2 * self.n, 16)
 
@@ -80,9 +81,9 @@ class Cache:
         return np.random.default_rng(0).permutation(2 * self.n)[: self.n].astype(np.int64)
 
 
-def implementations(device: Device) -> dict[str, Kernels]:
+def implementations(device: Device) -> dict[str, CopyKernels]:
     """By name, those that work on the device."""
-    found: dict[str, Kernels] = {}
+    found: dict[str, CopyKernels] = {}
     for name in select.ORDER[device]:
         with contextlib.suppress(KernelUnavailable):
             found[name] = select.load(name, device)
@@ -105,7 +106,7 @@ def gathers(cache: Cache, ids: Ids, checksums: bool, workers: int, stream: int) 
     n, places = cache.n, np.arange(cache.n, dtype=np.int64)
     staged = fused(cache.buffer.data_ptr(), cache.layout)
 
-    def by(kernels: Kernels) -> Start:
+    def by(kernels: CopyKernels) -> Start:
         return lambda: start_copy(
             kernels,
             *(cache.layout.regions, staged, ids, places, cache.layout.num_blocks, n),

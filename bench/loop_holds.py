@@ -48,7 +48,7 @@ from kvmig.engines.vllm import flags
 from kvmig.frontend.call_aborts import CallAborts
 from kvmig.frontend.middleware import HttpState
 from kvmig.frontend.openai.vllm.server import VllmServer
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.frontend.server import leave_what_stays
 
 MODEL = "m"
@@ -213,7 +213,7 @@ async def measure(
     server.learn([msgspec.msgpack.encode((ready, tasks))])
     assert server._config is not None
     vocabulary = server._config.model_config.get_vocab_size()
-    app = await server.make_app(cast("Router", MadeUpEngine(server, vocabulary)))
+    app = await server.make_app(cast("FrontendRouter", MadeUpEngine(server, vocabulary)))
     state = HttpState(HttpConfig(), access([], "", "127.0.0.1"), (NORMAL,), CollectorRegistry())
     state.learn(server.reach())
     app.state.kvmig = state

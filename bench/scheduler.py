@@ -1,7 +1,7 @@
 """What the scheduler costs: a round, a dispatch and a report, by instances and requests.
 
 Reports are made up, the code is the one that runs: `ViewBuilder`, the dispatcher and
-`Scheduler` of a policy. One in five instances is short of room, one in twenty has a queue.
+`RoundScheduler` of a policy. One in five instances is short of room, one in twenty has a queue.
 For each number of instances the numbers of requests take turns, so a machine that is slower
 for a while is so for all. A dispatch is the choice and the note of it; a report is taken from
 its bytes. Times are the processor's: nothing here waits for anything. Figures are medians; the
@@ -33,7 +33,7 @@ from bench.queues import Look
 from kvmig.controlplane.dispatch import NewRequest
 from kvmig.controlplane.messages import ClusterMember, ClusterMessage, LoadReport
 from kvmig.controlplane.policy import POLICIES, policy_of
-from kvmig.controlplane.scheduler import Scheduler
+from kvmig.controlplane.scheduler import RoundScheduler
 from kvmig.controlplane.view import ViewBuilder
 from kvmig.core.config import SchedulerConfig
 from kvmig.engines.base import EngineLoad
@@ -76,7 +76,7 @@ class Cluster:
         self._random = random.Random(seed)
         self._requests = requests
         self._names = [f"i{number}" for number in range(instances)]
-        self._scheduler = Scheduler(chosen.rounds)
+        self._scheduler = RoundScheduler(chosen.rounds)
         self._dispatch = chosen.dispatcher()
         self._decoder = msgspec.msgpack.Decoder(ClusterMessage)
         self._builder = ViewBuilder(headroom=chosen.headroom)

@@ -20,7 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError, MigrationRefused, NoInstance
-from kvmig.engines.base import Emitted, Frame, Frames
+from kvmig.engines.base import EmittedTokens, Frame, Frames
 from kvmig.engines.vllm import factory, flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.embedded import EmbeddedVllm
@@ -197,7 +197,9 @@ class MovableLLMs:
         router = OwnRouter(self, name, client)
         return RoutedLLM(config, router, self._queues[client], 1, tasks, log_stats=False)
 
-    def _take(self, index: int, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+    def _take(
+        self, index: int, client: int, emitted: list[EmittedTokens], frames: list[Frame]
+    ) -> None:
         if (queue := self._queues.get(client)) is None:
             return  # an engine's own
         for entry in emitted:

@@ -20,7 +20,7 @@ from typing import Protocol, Self
 
 import kvmig
 from kvmig.core.errors import NotParked
-from kvmig.engines.base import Emitted, Frame, TrainableEngine
+from kvmig.engines.base import EmittedTokens, Frame, TrainableEngine
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.engines.toy.script import ScriptFile, ToyScript
 from kvmig.kvtransfer.report import MigrationReport
@@ -161,7 +161,9 @@ class RolloutRounds:
         self.engines[destination].assign(request_id, CLIENT)
         self._running[request_id].engines.append(destination)
 
-    def _take(self, name: str, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+    def _take(
+        self, name: str, client: int, emitted: list[EmittedTokens], frames: list[Frame]
+    ) -> None:
         engine = self.engines[name]
         for one in engine.decode_outputs(frames):
             answer = self._running[one.request_id]

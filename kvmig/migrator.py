@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError, TransportError
-from kvmig.engines.base import Emitted, Engine, Frame, Frames, OnOutputs
+from kvmig.engines.base import EmittedTokens, Engine, Frame, Frames, OnOutputs
 from kvmig.kvtransfer.context import LlumletPort
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.migrations import MigrationSessions
@@ -96,7 +96,7 @@ class Migrator:
         node = self._node("engine", name)
         node.tapped = True
 
-        def heard(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+        def heard(client: int, emitted: list[EmittedTokens], frames: list[Frame]) -> None:
             on_outputs(client, emitted, frames)
             for entry in emitted:
                 node.migrations.stepped(entry.request_id, entry.tokens)

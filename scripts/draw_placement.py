@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from kvmig.placement.__main__ import placed
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.problem import GpuUnit, cluster_of, models_of
 from scripts.draw_processes import BLUE, GREEN, INK, LINE, PAPER, SOFT, keep, text
 
@@ -19,7 +19,7 @@ GPU, ROW, LEFT, GAP = 104, 30, 20, 6
 def drawing() -> str:
     """The whole picture: a row a method, a column a GPU."""
     models = models_of(EXAMPLE.read_text(encoding="utf-8"), EXAMPLE.name)
-    estimator = Estimator(models, cluster_of("1x8:a100-80g"), "slo")
+    estimator = PlanEstimator(models, cluster_of("1x8:a100-80g"), "slo")
     shapes: list[str] = []
     top = 20.0
     for method, what in (("muxserve", "one instance a model"), ("kvmig", "with replicas")):
@@ -42,7 +42,7 @@ def drawing() -> str:
     )
 
 
-def _unit(estimator: Estimator, unit: GpuUnit, x: float, y: float, height: float) -> str:
+def _unit(estimator: PlanEstimator, unit: GpuUnit, x: float, y: float, height: float) -> str:
     width = unit.gpus * GPU - GAP
     fill = BLUE if unit.members else PAPER
     shapes = [

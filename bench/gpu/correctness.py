@@ -14,7 +14,7 @@ import torch
 from bench.gpu.device import POISON, Deadline, Site, Way, note_gpu, options_of
 from bench.report import begin, finish, say
 from kvmig.core.errors import KernelUnavailable, KvmigError
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.reference import ReferenceKernels
 
@@ -51,14 +51,14 @@ def memory(site: Site, nbytes: int, poison: bool) -> Memory:
     return Memory(whole, whole.cpu().clone())
 
 
-def regions(place: Memory, runs: tuple[int, ...], gap: int) -> tuple[tuple[Region, ...], ...]:
+def regions(place: Memory, runs: tuple[int, ...], gap: int) -> tuple[tuple[BlockRegion, ...], ...]:
     """On the device and on the host; a block's gap follows each run."""
-    made: list[list[Region]] = []
+    made: list[list[BlockRegion]] = []
     for start in (place.device.data_ptr(), place.host.data_ptr()):
         at = start + GUARD
         made.append([])
         for run in runs:
-            made[-1].append(Region(at, run + gap, run))
+            made[-1].append(BlockRegion(at, run + gap, run))
             at += BLOCKS * (run + gap)
     return tuple(map(tuple, made))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.gpu.device import TMA, Way
 from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import abi, build, cuda
-from kvmig.kernels.api import BlockCopy, FinishedWork, Kernels, PendingWork
+from kvmig.kernels.api import BlockCopy, CopyKernels, FinishedWork, PendingWork
 from kvmig.kernels.driver import CudaDriver, current_device
 from kvmig.kernels.gpu import GpuKernels
 
@@ -19,7 +19,7 @@ VARIANT_TARGET = "90"
 """What variants are compiled for, and PTX of it for later GPUs: all of them to save time."""
 
 
-def tma(kernels: Kernels) -> Iterator[Way]:
+def tma(kernels: CopyKernels) -> Iterator[Way]:
     """Copies through the TMA, where the GPU has one."""
     if isinstance(kernels, GpuKernels) and kernels.has_tma:
         yield Way(TMA, kernels.copy_tma)
@@ -74,7 +74,7 @@ def variant_kernels(library: ctypes.CDLL, device: CudaDriver) -> Iterator[tuple[
         number += 1
 
 
-def variants(kernels: Kernels) -> list[Way]:
+def variants(kernels: CopyKernels) -> list[Way]:
     """Copies by each of them, where the GPU has a TMA. Raises KernelUnavailable without nvcc."""
     if not isinstance(kernels, GpuKernels) or not kernels.has_tma:
         return []

@@ -20,7 +20,7 @@ from bench.report import Result, parser, say
 from kvmig.core.errors import KvmigError
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_WITHOUT_TMA
 from kvmig.kernels import select
-from kvmig.kernels.api import BlockCopy, Device, Kernels, PendingWork
+from kvmig.kernels.api import BlockCopy, CopyKernels, Device, PendingWork
 from kvmig.kernels.gpu import GpuKernels
 
 TMA = "cuda-tma"
@@ -31,7 +31,7 @@ SKIPPED = 3
 
 
 class Copy(Protocol):
-    """`face.Kernels.copy`, by whichever way."""
+    """`face.CopyKernels.copy`, by whichever way."""
 
     def __call__(
         self, blocks: BlockCopy, *, checksums: bool, stream: int, workers: int
@@ -64,7 +64,7 @@ class Deadline:
         return True
 
 
-def between_gpus(by: Kernels) -> Callable[..., PendingWork]:
+def between_gpus(by: CopyKernels) -> Callable[..., PendingWork]:
     """The copy that the product makes to a GPU's buffer and from it, on its CTAs."""
     if by.device == "cpu":
         return by.copy
@@ -102,9 +102,9 @@ class Site:
         words.random_()
         return words.view(torch.uint8)[:nbytes]
 
-    def kernels(self) -> dict[str, Kernels]:
+    def kernels(self) -> dict[str, CopyKernels]:
         """All that load here but the reference; `reasons` says why others don't."""
-        found: dict[str, Kernels] = {}
+        found: dict[str, CopyKernels] = {}
         for name in self._names:
             try:
                 found[name] = select.load(name, self.device)

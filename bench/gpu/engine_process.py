@@ -14,7 +14,7 @@ import torch
 
 from kvmig.core.config import MigrationConfig, Transport
 from kvmig.core.errors import KvmigError, TransportError
-from kvmig.engines.base import Emitted, ServingEngine
+from kvmig.engines.base import EmittedTokens, ServingEngine
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, decode, encode
 from kvmig.kvtransfer.context import LlumletPort
@@ -225,7 +225,7 @@ class EngineProcess:
             asyncio.get_running_loop().remove_reader(self._peer.fileno())
             self._ended(error)
 
-    def _take(self, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+    def _take(self, client: int, emitted: list[EmittedTokens], frames: list[Frame]) -> None:
         now = time.monotonic()
         for output in decode(bytes(frames[0]), list[StepOutput]):
             for migrations in self._migrations.values():

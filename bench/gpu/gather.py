@@ -20,7 +20,7 @@ from bench.gpu.device import TMA, Deadline, Site, Way, note_gpu, options_of
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import Result, begin, finish, say, table
 from kvmig.core.errors import KvmigError
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.engines.copy_width import copy_workers
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_WITHOUT_TMA
 from kvmig.kernels.api import BlockCopy
@@ -86,7 +86,7 @@ class Memory:
         self.pool = site.memory(pool)
         self.buffer = site.memory(payload, 0)
 
-    def gather(self, case: Case) -> Sequence[Region]:
+    def gather(self, case: Case) -> Sequence[BlockRegion]:
         """Queue one gather; returns the source's regions."""
         blocks = self.arguments(case)
         options = {"stream": self._site.stream, "workers": case.workers}

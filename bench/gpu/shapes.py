@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvmig.core.layout import KVLayout, Region, fused
+from kvmig.core.layout import BlockRegion, KVLayout, fused
 from kvmig.kernels.api import Ids
 
 
@@ -29,12 +29,12 @@ class Shape:
     def layout(self, base: int, blocks: int) -> KVLayout:
         """A cache of that many blocks at an address: layer after layer, as vLLM's LBHNC."""
         regions = (
-            Region(base + layer * blocks * self.run, self.run, self.run)
+            BlockRegion(base + layer * blocks * self.run, self.run, self.run)
             for layer in range(self.regions)
         )
         return KVLayout(tuple(regions), blocks, 16)
 
-    def staged(self, base: int) -> tuple[Region, ...]:
+    def staged(self, base: int) -> tuple[BlockRegion, ...]:
         """Fused blocks at an address."""
         return fused(base, self.layout(base, 1))
 

@@ -18,7 +18,7 @@ from bench.gpu.device import Site, note_gpu, options_of
 from bench.gpu.sm_shares import measure as measure_step
 from bench.gpu.sm_shares import on_shares
 from bench.report import Result, begin, finish
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.engines.backing import CacheBacking, MadviseBacking, VmmBacking
 from kvmig.engines.gate import PARTS
 from kvmig.kernels.copy import address_of
@@ -30,9 +30,9 @@ LAYERS, ROUNDS = 16, 5
 GIB = 1 << 30
 
 
-def regions(base: int, page: int, groups: int) -> list[Region]:
+def regions(base: int, page: int, groups: int) -> list[BlockRegion]:
     """Of blocks that fill a page each."""
-    return [Region(base + layer * groups * page, page, page) for layer in range(LAYERS)]
+    return [BlockRegion(base + layer * groups * page, page, page) for layer in range(LAYERS)]
 
 
 def seconds(work: Callable[[], object]) -> float:

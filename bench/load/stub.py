@@ -8,22 +8,22 @@ from collections.abc import Callable, Sequence
 from bench.load.pace import Given, Group, Metronome
 from bench.load.words import BLOCK_TOKENS, Words
 from kvmig.core.errors import MigrationRefused, NotParked
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 from kvmig.engines.base import (
-    Cadence,
+    CacheSharing,
     CameBlocks,
-    Emitted,
+    EmittedTokens,
     EngineLoad,
-    Export,
     Frame,
     Frames,
     OnCallDone,
     OnOutputs,
+    RequestExport,
     RequestState,
-    Sharing,
-    Stage,
+    RequestTail,
+    StagedBlocks,
+    StepCadence,
     StepTime,
-    Tail,
 )
 from kvmig.engines.held_marks import HeldMarks
 
@@ -38,12 +38,12 @@ class StubEngine:
     numerics = ""
     can_hold = False
     unmovable = "it has no KV cache"
-    sharing: Sharing | str = "it has no KV cache"
+    sharing: CacheSharing | str = "it has no KV cache"
     held_marks: HeldMarks | None = None
 
     def __init__(self, words: Words, metronome: Metronome, phase: float) -> None:
         """phase: of its steps among those of the other instances, 0 to 1."""
-        self.layout = KVLayout((Region(0, 64, 64),), NUM_BLOCKS, BLOCK_TOKENS, "stub")
+        self.layout = KVLayout((BlockRegion(0, 64, 64),), NUM_BLOCKS, BLOCK_TOKENS, "stub")
         self.group = Group()
         self._words = words
         self._metronome = metronome
@@ -71,7 +71,7 @@ class StubEngine:
             self._put_out(client, given)
 
     def _put_out(self, client: int, given: list[Given]) -> None:
-        emitted = [Emitted(one.request_id, 1, one.last) for one in given]
+        emitted = [EmittedTokens(one.request_id, 1, one.last) for one in given]
         self._on_outputs(client, emitted, self._words.say(given))
 
     async def warm_up(self) -> None:
@@ -130,8 +130,8 @@ class StubEngine:
 
     # -- what it does and holds
 
-    def cadence(self) -> Cadence:
-        return Cadence(0.0, 0.0)
+    def cadence(self) -> StepCadence:
+        return StepCadence(0.0, 0.0)
 
     def load(self) -> EngineLoad:
         running = len(self.group)
@@ -142,16 +142,20 @@ class StubEngine:
 
     # -- migrations
 
-    async def export(self, request_id: str) -> Export:
+    async def export(self, request_id: str) -> RequestExport:
         raise MigrationRefused("unsupported", "a stub")
 
-    async def stage(self, request_id: str, sent: int) -> Stage:
+    async def stage(self, request_id: str, sent: int) -> StagedBlocks:
         raise MigrationRefused("unsupported", "a stub")
 
-    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+    async def follow_prompt(
+        self, request_id: str, sent: int, most_tokens: int
+    ) -> StagedBlocks | RequestTail:
         raise MigrationRefused("unsupported", "a stub")
 
-    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+    async def suspend(
+        self, request_id: str, sent: int, out: memoryview | None = None
+    ) -> RequestTail:
         raise MigrationRefused("unsupported", "a stub")
 
     async def resume(self, request_id: str) -> None:
@@ -160,7 +164,7 @@ class StubEngine:
     async def release(self, request_id: str) -> None:
         """Nothing is suspended."""
 
-    async def reserve(self, export: Export) -> int:
+    async def reserve(self, export: RequestExport) -> int:
         raise MigrationRefused("unsupported", "a stub")
 
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:
@@ -172,7 +176,9 @@ class StubEngine:
     def expect(self, request_id: str, ms: float) -> None:
         """Nothing comes."""
 
-    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+    async def commit(
+        self, request_id: str, tail: RequestTail, last: CameBlocks | None = None
+    ) -> None:
         raise MigrationRefused("unsupported", "a stub")
 
     async def cancel(self, request_id: str) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from bench.mux.small import weighted
 from bench.mux.systems import PAPERS, SEED, SYSTEMS, csv_rows, planned, stretched
 from bench.report import Target
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.problem import GpuUnit, ModelLoad, PlacedInstance, Plan, cluster_of, ordered
 from kvmig_tools.sim.mux import poisson, simulate
 
@@ -101,7 +101,7 @@ def run(load: int, system: str, as_published: bool, share: float = 1.0) -> Row:
     llms = [one.llm for one in models]
     shares: dict[str, float] = {}
     if as_published:
-        estimator = Estimator(llms, cluster_of(CLUSTER))
+        estimator = PlanEstimator(llms, cluster_of(CLUSTER))
         plan = published_plan(models, system)
         if system != "spatial":
             shares = {one.llm.name: one.decode_share for one in models}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from bench.mux.systems import SEED, muxserve, stretched
 from kvmig.core.errors import ConfigError
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.greedy import UnplacedMember, added
 from kvmig.placement.problem import GpuUnit, ModelLoad, PlacedInstance, Plan, cluster_of, ordered
 from kvmig.placement.step_costs import load
@@ -71,7 +71,7 @@ def on_one_unit(
     models: Sequence[ModelLoad], policies: dict[str, Policy], seconds: float
 ) -> dict[str, float]:
     """Weighted throughput of each policy on 4 GPUs."""
-    estimator = Estimator(models, cluster_of("1x4:a100-80g"))
+    estimator = PlanEstimator(models, cluster_of("1x4:a100-80g"))
     plan = (GpuUnit(4, tuple(PlacedInstance(at, one.rate) for at, one in enumerate(models))),)
     coming = loads(models, seconds)
     return {
@@ -106,7 +106,7 @@ def figure_8(seconds: float = SEND_S) -> dict[str, tuple[float, float]]:
             ModelLoad(f"m{at}", kind, rate)
             for at, (kind, rate) in enumerate(zip(kinds, rates, strict=True))
         ]
-        estimator = Estimator(models, cluster_of(f"{cluster}:a100-80g"))
+        estimator = PlanEstimator(models, cluster_of(f"{cluster}:a100-80g"))
         coming = loads(models, seconds)
         ours = muxserve(estimator)
         if isinstance(ours, UnplacedMember):
@@ -119,7 +119,7 @@ def figure_8(seconds: float = SEND_S) -> dict[str, tuple[float, float]]:
     return found
 
 
-def by_free_memory(estimator: Estimator) -> Plan:
+def by_free_memory(estimator: PlanEstimator) -> Plan:
     """Figure 8's baseline: units of 4 GPUs, each model to the one with the most free memory, the
     most asked for first."""
     cluster = estimator.cluster

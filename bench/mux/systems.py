@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvmig.core.errors import ConfigError
 from kvmig.placement.dedicated import replicas, spatial
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.greedy import UnplacedMember, best_of_groups
 from kvmig.placement.problem import (
     GpuCluster,
@@ -45,7 +45,7 @@ class Published(NamedTuple):
 class System(NamedTuple):
     """How models are placed, and who computes next on a unit."""
 
-    place: Callable[[Estimator], Plan | UnplacedMember]
+    place: Callable[[PlanEstimator], Plan | UnplacedMember]
     objective: Objective
     policy: str = "adbs"
 
@@ -57,13 +57,13 @@ def power_law(alpha: float, highest: float, kinds: Sequence[str] = MODELS) -> li
     ]
 
 
-def muxserve(estimator: Estimator) -> Plan | UnplacedMember:
+def muxserve(estimator: PlanEstimator) -> Plan | UnplacedMember:
     """Algorithm 1: every model in one place."""
     whole = [PlacedInstance(at, one.rate) for at, one in enumerate(estimator.models)]
     return best_of_groups(estimator, whole)
 
 
-def paper_spatial(estimator: Estimator) -> Plan:
+def paper_spatial(estimator: PlanEstimator) -> Plan:
     """The paper's baseline: a 7B or 13B has one GPU, a 30B four, the 65B eight."""
     gpus = {"llama-30b": 4, "llama-65b": 8}
     return ordered(
@@ -87,10 +87,10 @@ PAPERS = ("muxserve", "temporal", "spatial")
 
 def planned(
     system: str, models: Sequence[ModelLoad], cluster: GpuCluster
-) -> tuple[Estimator, Plan]:
+) -> tuple[PlanEstimator, Plan]:
     """A system's placement. Raises ConfigError if it finds none."""
     one = SYSTEMS[system]
-    estimator = Estimator(models, cluster, one.objective)
+    estimator = PlanEstimator(models, cluster, one.objective)
     plan = one.place(estimator)
     if isinstance(plan, UnplacedMember):
         raise ConfigError(f"{system} finds no room for {models[plan.llm].name}")

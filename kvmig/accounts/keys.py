@@ -58,7 +58,7 @@ class ModelQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     period: Period = "month"
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AccountLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How much a key may do, or all keys of a user together."""
 
     rpm: int | None = None
@@ -75,7 +75,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """More of them, each of one model of the catalogue, by its name."""
 
 
-class KeyTerms(Limits, frozen=True, kw_only=True):
+class KeyTerms(AccountLimits, frozen=True, kw_only=True):
     """What a key allows."""
 
     scopes: tuple[Scope, ...] = ("infer", "read")
@@ -98,7 +98,7 @@ class KeyGrant(KeyTerms, frozen=True, kw_only=True):
     user_id: str
     user: str
     """The user's name."""
-    user_limits: Limits = Limits()
+    user_limits: AccountLimits = AccountLimits()
     """Limits of all keys of the user together."""
     prefix: str
     hash: bytes
@@ -110,7 +110,7 @@ class LimitedAccount(NamedTuple):
     id: str
     name: str
     """Name in error messages."""
-    limits: Limits
+    limits: AccountLimits
 
 
 def limited_by(grant: KeyGrant) -> tuple[LimitedAccount, LimitedAccount]:
@@ -346,7 +346,7 @@ def check_terms(terms: KeyTerms, now: float) -> None:
     check_limits(terms)
 
 
-def check_limits(limits: Limits) -> None:
+def check_limits(limits: AccountLimits) -> None:
     """Raises ConfigError with the field, its value and what is allowed."""
     if limits.period not in PERIODS:
         raise ConfigError(f"period is {limits.period!r:.100}, must be one of {', '.join(PERIODS)}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple, Protocol, get_args
 
-from kvmig.accounts.keys import THE_KEY, Limits
+from kvmig.accounts.keys import THE_KEY, AccountLimits
 
 MINUTE_S = 60.0
 BUSY_S = 1.0
@@ -160,7 +160,7 @@ class LimitLeft(NamedTuple):
 class RequestLimiter:
     """What is let in for one key, or one user."""
 
-    limits: Limits
+    limits: AccountLimits
     tally: AccountTally = field(default_factory=OwnTally)
     name: str = THE_KEY
     """Name in error messages."""
@@ -169,7 +169,7 @@ class RequestLimiter:
     def __post_init__(self) -> None:
         self.bucket = SpendBucket(self.limits.tpm or 1)
 
-    def renew(self, limits: Limits) -> None:
+    def renew(self, limits: AccountLimits) -> None:
         """Set other limits; what came, runs, and was spent, still counts."""
         self.limits = limits
         self.bucket.per_minute = limits.tpm or 1

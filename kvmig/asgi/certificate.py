@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.config import CertificateFiles
 from kvmig.core.errors import ConfigError
 from kvmig.process.child import say
@@ -30,7 +30,7 @@ class ServerCertificate(NamedTuple):
     """Unix time."""
 
 
-def load_certificate(files: CertificateFiles, wall: Clock = time.time) -> ServerCertificate:
+def load_certificate(files: CertificateFiles, wall: TimeSource = time.time) -> ServerCertificate:
     """Read and check both files. Raises ConfigError with the flag, its value and what is wrong."""
     from cryptography import x509  # a fleet without TLS needs none of it
     from cryptography.exceptions import UnsupportedAlgorithm
@@ -85,7 +85,7 @@ def _context(files: CertificateFiles) -> ssl.SSLContext:
 class CertificateWatch:
     """The newest certificate of two files that can be used."""
 
-    def __init__(self, files: CertificateFiles, wall: Clock = time.time) -> None:
+    def __init__(self, files: CertificateFiles, wall: TimeSource = time.time) -> None:
         """Raises ConfigError."""
         self._files = files
         self._wall = wall

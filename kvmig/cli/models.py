@@ -39,7 +39,7 @@ from kvmig.cli.rollouts import (
 )
 from kvmig.core.errors import ConfigError
 from kvmig.core.quantities import size_text
-from kvmig.placement.file import Placement
+from kvmig.placement.file import UnitPlacement
 from kvmig.placement.problem import models_of
 from kvmig.placement.step_costs import load
 
@@ -546,7 +546,7 @@ def _read(file: Path) -> str:
 def show_placement(as_json: Json = False) -> None:
     """Show the desired placement, whether it is reached, and the steps taken so far."""
     found = where.client().get("placement")
-    wanted = msgspec.convert(found["placement"] or {"units": []}, Placement)
+    wanted = msgspec.convert(found["placement"] or {"units": []}, UnitPlacement)
     rows = [(one.called, ", ".join(each.name for each in one.models)) for one in wanted.units]
     show(found, as_json, lambda _: table_of(["unit", "models"], rows))
     if not as_json:

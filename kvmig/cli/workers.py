@@ -11,7 +11,7 @@ import typer
 
 from kvmig.cli.client import CallFailure, path_part
 from kvmig.cli.common import Json, said, show, table_of, time_of, where
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.errors import ConfigError
 from kvmig.core.quantities import size_text
 
@@ -212,7 +212,7 @@ def drain_worker(
 def wait_until_drained(
     look: Callable[[], Any],
     wait_s: float,
-    clock: Clock = monotonic,
+    clock: TimeSource = monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Any:
     """Look at a worker until it is drained, also while the fleet's server starts again: the drain

@@ -22,7 +22,7 @@ from kvmig.asgi.access import Rule
 from kvmig.asgi.errors import GatewayError
 from kvmig.asgi.problems import denial, problem
 from kvmig.command.server_pool import UNMOVABLE, ServerInstance, ServerPool
-from kvmig.core.api_records import InstanceRow, Listing, ModelBody
+from kvmig.core.api_records import InstanceRow, ModelBody, RowListing
 from kvmig.core.clock import monotonic
 from kvmig.core.order_fence import TOKEN_HEADER, OrderFence, OrderToken
 
@@ -123,10 +123,10 @@ class AdminRoutes:
         return _answer(ModelBody(id=self._model))
 
     async def _instances(self, _: Request) -> Response:
-        return _answer(Listing(data=self._pool.rows()))
+        return _answer(RowListing(data=self._pool.rows()))
 
     async def _no_migrations(self, _: Request) -> Response:
-        return _answer(Listing[dict[str, Any]](data=[]))
+        return _answer(RowListing[dict[str, Any]](data=[]))
 
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
@@ -187,7 +187,9 @@ class AdminRoutes:
         return self._listed([instance.name], status)
 
     def _listed(self, names: Sequence[str], status: HTTPStatus) -> Response:
-        return _answer(Listing(data=[one for one in self._pool.rows() if one.id in names]), status)
+        return _answer(
+            RowListing(data=[one for one in self._pool.rows() if one.id in names]), status
+        )
 
 
 def _answer(value: object, status: HTTPStatus = HTTPStatus.OK) -> Response:

@@ -24,7 +24,7 @@ from kvmig.command.call_plan import IMAGES, SPEECH, CallPlan, fields_of, limited
 from kvmig.command.event_splitter import EventSplitter, EventTooLarge
 from kvmig.command.server_call import ServerCall
 from kvmig.command.server_pool import ServerInstance, ServerPool
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.frontend.grant_link import AWAY, GrantLink
 from kvmig.frontend.middleware import route_path
 from kvmig.proxy.relay import OWN, AnswerHead, UpstreamProtocolError
@@ -58,7 +58,7 @@ class CommandRelay:
         quotas: GrantLink | None = None,
         *,
         asks_usage: bool = True,
-        clock: Clock = monotonic,
+        clock: TimeSource = monotonic,
     ) -> None:
         """quotas: None: calls may use as many tokens as they
         like. asks_usage: whether the servers take `stream_options.include_usage`."""

@@ -25,7 +25,7 @@ from kvmig.command.server_process import ServerProcess
 from kvmig.command.template import filled, uses
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import cancel_tasks
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import instance_name
 from kvmig.core.errors import StartupError
 from kvmig.core.open_files import lacks_descriptor
@@ -114,7 +114,7 @@ class ServerPool:
     Call `start`, `first_ready`, and at the end `close`.
     """
 
-    def __init__(self, launch: CommandLaunch, clock: Clock = monotonic) -> None:
+    def __init__(self, launch: CommandLaunch, clock: TimeSource = monotonic) -> None:
         self._launch = launch
         self._clock = clock
         self._instances: dict[str, ServerInstance] = {}

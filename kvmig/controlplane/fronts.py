@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvmig.controlplane.messages import OutputSpan
 from kvmig.core.errors import PeerError
-from kvmig.engines.base import FIRST_GUEST, Emitted
+from kvmig.engines.base import FIRST_GUEST, EmittedTokens
 
 FORWARDED = 4096
 """Requests whose next place is remembered, so that a late abort finds them."""
@@ -154,7 +154,7 @@ class OwnershipTable:
         """The requests of one front end."""
         return [rid for rid, track in self._here.items() if track.gateway == gateway]
 
-    def spans(self, emitted: Iterable[Emitted]) -> list[OutputSpan]:
+    def spans(self, emitted: Iterable[EmittedTokens]) -> list[OutputSpan]:
         """Spans of one step's outputs, in order; finished requests are forgotten."""
         spans: list[OutputSpan] = []
         for entry in emitted:

@@ -60,7 +60,7 @@ from kvmig.core.errors import (
     TransportError,
 )
 from kvmig.core.start_times import StartTimes
-from kvmig.engines.base import Emitted, Frame, Frames, ServingEngine
+from kvmig.engines.base import EmittedTokens, Frame, Frames, ServingEngine
 from kvmig.engines.gate import ComputeShares
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import PeerMessage
@@ -449,7 +449,7 @@ class Llumlet:
 
     # -- what the engine gives
 
-    def _on_outputs(self, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+    def _on_outputs(self, client: int, emitted: list[EmittedTokens], frames: list[Frame]) -> None:
         if emitted:  # an engine that waits for memory has outputs, too: its statistics
             self._came.set()
         sender = self._fronts.client(client)

@@ -18,7 +18,7 @@ from typing import Any
 from kvmig.controlplane.messages import SEVERAL, PairedDestination
 from kvmig.controlplane.refused_moves import FULL, RefusedMoves
 from kvmig.controlplane.victims import DEFAULT_RULE, VictimRule, next_victim
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.engines.base import RequestState
 from kvmig.kvtransfer.report import MigrationReport
 
@@ -54,7 +54,7 @@ class MigrationDriver:
     rule: VictimRule = DEFAULT_RULE
     at_once: int = 1
     """Requests that move to one destination at once for a pair of `SEVERAL`."""
-    clock: Clock = monotonic
+    clock: TimeSource = monotonic
     _pairs: dict[str, PairedDestination] = field(default_factory=dict, init=False)
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     _refused: dict[str, set[str]] = field(default_factory=dict, init=False)

@@ -1,7 +1,7 @@
 """The scheduler: runs the pure rules once a round. No sockets, no clock of its own.
 
 `RoundConfig` holds rules and thresholds, `RoundPlan` is what a round has decided so far, and
-`Scheduler` what it orders of the sources. The rules of a round run one after the other on one
+`RoundScheduler` what it orders of the sources. The rules of a round run one after the other on one
 ledger: each sees the free blocks and batches as those before it will have left them. An instance
 either gives or takes in a round, never both, and the reverse of a pair of the last round is never
 made.
@@ -251,7 +251,7 @@ def rebalance(
 UNPAIR = Pairs()
 
 
-class Scheduler:
+class RoundScheduler:
     """Same views in the same order, same orders out."""
 
     def __init__(self, rounds: RoundConfig | None) -> None:

@@ -24,7 +24,7 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.scaling import InstanceScaler, ScaleIn, ScaleOut
-from kvmig.controlplane.scheduler import Scheduler
+from kvmig.controlplane.scheduler import RoundScheduler
 from kvmig.controlplane.view import ClusterView, ViewBuilder
 from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig
@@ -72,7 +72,7 @@ class SchedulerProcess:
         self._secret = launch.secret
         self._round_s = config.scheduler.interval_ms / 1000
         policy = policy_of(config.scheduler)
-        self._scheduler = Scheduler(policy.rounds)
+        self._scheduler = RoundScheduler(policy.rounds)
         self._scaler = InstanceScaler(config.scaling) if config.scaling is not None else None
         self._servers = JoinedServers()
         self._gathered = monotonic() + GATHER_S

@@ -17,7 +17,7 @@ from kvmig.core.start_times import StartTimes
 Row = TypeVar("Row")
 
 
-class Listing(msgspec.Struct, Generic[Row], frozen=True, kw_only=True):
+class RowListing(msgspec.Struct, Generic[Row], frozen=True, kw_only=True):
     """Many rows, as OpenAI's API lists things."""
 
     object: Literal["list"] = "list"

@@ -6,11 +6,12 @@ import time
 from typing import Protocol
 
 
-class Clock(Protocol):
-    """Seconds from an arbitrary start, never going back."""
+class TimeSource(Protocol):
+    """Gives the time in seconds. One that is called wall gives Unix time, any other never goes
+    back."""
 
     def __call__(self) -> float: ...
 
 
-monotonic: Clock = time.monotonic
+monotonic: TimeSource = time.monotonic
 """CLOCK_MONOTONIC: on one host, the same for every process."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.trimming import MemoryTrimming
 
 LOOK_S = 2.0
@@ -43,7 +43,7 @@ def give_back(library: Any = None) -> None:
 async def keep_small(
     resident: Callable[[], int] = resident_bytes,
     trim: Callable[[], None] = give_back,
-    clock: Clock = monotonic,
+    clock: TimeSource = monotonic,
     look_s: float = LOOK_S,
 ) -> None:
     """Trim the heap until cancelled: a task of each process that receives clients' data."""

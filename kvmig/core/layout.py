@@ -4,7 +4,7 @@ A block of KV cache is one run of bytes in each region (one region a layer in
 vLLM's LBHNC order). Its fused form is these runs one after the other.
 
 Example: 2 layers, 3 blocks of 8 bytes in each layer. Layer 0 at address 1000, layer 1
-at 2000: `KVLayout((Region(1000, 8, 8), Region(2000, 8, 8)), 3, 16)`. Block 2 is
+at 2000: `KVLayout((BlockRegion(1000, 8, 8), BlockRegion(2000, 8, 8)), 3, 16)`. Block 2 is
 then bytes 1016..1023 and 2016..2023, and 16 bytes when fused.
 """
 
@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class BlockRegion:
     """Block b is the `run` bytes at `base + b * block_stride`."""
 
     base: int
@@ -34,7 +34,7 @@ class KVLayout:
     of this process in whose memory it lies, None: in the host's.
     """
 
-    regions: tuple[Region, ...]
+    regions: tuple[BlockRegion, ...]
     num_blocks: int
     block_tokens: int
     model: str = ""
@@ -69,12 +69,12 @@ class KVLayout:
         )
 
 
-def fused(base: int, layout: KVLayout) -> tuple[Region, ...]:
+def fused(base: int, layout: KVLayout) -> tuple[BlockRegion, ...]:
     """The regions of a contiguous buffer at `base` that holds `layout`'s fused blocks."""
     stride = layout.block_bytes
-    regions: list[Region] = []
+    regions: list[BlockRegion] = []
     offset = 0
     for region in layout.regions:
-        regions.append(Region(base + offset, stride, region.run))
+        regions.append(BlockRegion(base + offset, stride, region.run))
         offset += region.run
     return tuple(regions)

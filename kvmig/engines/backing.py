@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels.vmm import AddressRange
 
 _MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15
@@ -39,7 +39,7 @@ class CacheBacking(Protocol):
 class MadviseBacking:
     """A `CacheBacking` in the memory of this process: a page that is written comes by itself."""
 
-    def __init__(self, regions: Sequence[Region], num_blocks: int) -> None:
+    def __init__(self, regions: Sequence[BlockRegion], num_blocks: int) -> None:
         """regions: in a mapping of this process's own. Raises UnsupportedLayout."""
         self.group = group_of(regions, num_blocks, mmap.PAGESIZE)
         self.group_bytes = self.group * sum(one.block_stride for one in regions)
@@ -70,7 +70,9 @@ class VmmBacking:
     Driven on the tests' GPUs; not yet measured on a real one.
     """
 
-    def __init__(self, addresses: AddressRange, regions: Sequence[Region], num_blocks: int) -> None:
+    def __init__(
+        self, addresses: AddressRange, regions: Sequence[BlockRegion], num_blocks: int
+    ) -> None:
         """regions: among the addresses. Raises UnsupportedLayout."""
         self.group = group_of(regions, num_blocks, addresses.page, addresses.address)
         self.group_bytes = self.group * sum(one.block_stride for one in regions)
@@ -91,7 +93,7 @@ class VmmBacking:
             yield from range(address, address + nbytes, self._addresses.page)
 
 
-def group_of(regions: Sequence[Region], num_blocks: int, page: int, start: int = 0) -> int:
+def group_of(regions: Sequence[BlockRegion], num_blocks: int, page: int, start: int = 0) -> int:
     """How many blocks fill whole pages in each region. start: where a page begins.
 
     Raises UnsupportedLayout.
@@ -107,7 +109,7 @@ def group_of(regions: Sequence[Region], num_blocks: int, page: int, start: int =
 
 
 def spans(
-    regions: Sequence[Region], group: int, groups: Sequence[int]
+    regions: Sequence[BlockRegion], group: int, groups: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
     """(address, bytes) of the groups' memory, as few as there are."""
     runs: list[tuple[int, int]] = []

@@ -45,7 +45,7 @@ class GroupLoad(msgspec.Struct, frozen=True):
     waiting_blocks: int
 
 
-class Preempted(msgspec.Struct, frozen=True):
+class PreemptionCount(msgspec.Struct, frozen=True):
     """How often requests of one priority were preempted since the start."""
 
     priority: int
@@ -72,7 +72,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """The load of each priority that has requests here; empty: all are of priority 0."""
     groups: tuple[GroupLoad, ...] = ()
     """Further pools of blocks."""
-    preempted: tuple[Preempted, ...] = ()
+    preempted: tuple[PreemptionCount, ...] = ()
     """Preemptions of each priority that was ever preempted."""
     seats: int = 0
     """Requests that can run at once; 0: as many as there are blocks for."""
@@ -149,7 +149,7 @@ class StepTime(msgspec.Struct, frozen=True):
     ms: float
 
 
-class Cadence(msgspec.Struct, frozen=True):
+class StepCadence(msgspec.Struct, frozen=True):
     """An engine's position in its steps at one moment. Milliseconds."""
 
     since_ms: float
@@ -183,7 +183,7 @@ def too_large(payload: Sequence[bytes]) -> str:
     return ""
 
 
-class Export(msgspec.Struct, frozen=True):
+class RequestExport(msgspec.Struct, frozen=True):
     """A request as another engine needs it to take it over. `payload` is the adapter's own.
 
     Between two llumlets the payload travels behind the message, each of its parts as a frame.
@@ -197,7 +197,7 @@ class Export(msgspec.Struct, frozen=True):
     payload is one that an engine refuses which doesn't know this field."""
 
 
-class Stage(msgspec.Struct, frozen=True):
+class StagedBlocks(msgspec.Struct, frozen=True):
     """The blocks that may be copied while the source decodes on."""
 
     block_ids: list[int]
@@ -212,7 +212,7 @@ class Stage(msgspec.Struct, frozen=True):
     first `sent` on, one after the other."""
 
 
-class Tail(msgspec.Struct, frozen=True):
+class RequestTail(msgspec.Struct, frozen=True):
     """The rest of a suspended request."""
 
     block_ids: list[int]
@@ -224,7 +224,7 @@ class Tail(msgspec.Struct, frozen=True):
     checksums: list[int] = []
     """Checksums of `block_ids`, where `suspend` has gathered them already."""
     places: list[int] = []
-    """Positions, as in `Stage`."""
+    """Positions, as in `StagedBlocks`."""
 
 
 class CopySums(list[int]):
@@ -260,7 +260,7 @@ class CameBlocks:
                 raise MigrationRefused("corrupt", f"block {self.first + index} came changed")
 
 
-class Sharing(Protocol):
+class CacheSharing(Protocol):
     """The side of an engine whose KV cache can shrink and grow while it serves."""
 
     room: CacheRoom
@@ -308,14 +308,14 @@ class Engine(Protocol):
     """Whether a step waits for a commit that it expects: see `expect`."""
     unmovable: str
     """Why none of its requests can be moved, nor any come, in a few words; empty when they can."""
-    sharing: Sharing | str
+    sharing: CacheSharing | str
     """How the engine shares KV cache; or a short reason why it doesn't."""
     held_marks: HeldMarks | None
     """Which prompts' beginnings its prefix cache holds; None: it has no prefix cache, or doesn't
     say."""
 
     # -- what it does and holds
-    def cadence(self) -> Cadence:
+    def cadence(self) -> StepCadence:
         """A cheap snapshot of its steps; from any thread."""
         ...
 
@@ -332,15 +332,17 @@ class Engine(Protocol):
         ...
 
     # -- source
-    async def export(self, request_id: str) -> Export:
+    async def export(self, request_id: str) -> RequestExport:
         """Describe a running, prefilling or waiting request. It runs on."""
         ...
 
-    async def stage(self, request_id: str, sent: int) -> Stage:
+    async def stage(self, request_id: str, sent: int) -> StagedBlocks:
         """Post-check the request and name the full blocks after the first `sent`."""
         ...
 
-    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+    async def follow_prompt(
+        self, request_id: str, sent: int, most_tokens: int
+    ) -> StagedBlocks | RequestTail:
         """Follow the request's prompt: while it is being computed this is `stage`, a step later at
         most, and once it is, `suspend`, between the same two steps: none here decodes the request.
 
@@ -348,7 +350,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+    async def suspend(
+        self, request_id: str, sent: int, out: memoryview | None = None
+    ) -> RequestTail:
         """Take the request out of the batch at the next step boundary; it keeps its blocks.
 
         out: where an engine that can gathers the remaining blocks at once, if they fit.
@@ -364,7 +368,7 @@ class Engine(Protocol):
         ...
 
     # -- destination
-    async def reserve(self, export: Export) -> int:
+    async def reserve(self, export: RequestExport) -> int:
         """Take blocks for the request and return how many hold its prefix already.
 
         One that waits gets none, nor a place in the batch: it will wait here.
@@ -391,7 +395,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+    async def commit(
+        self, request_id: str, tail: RequestTail, last: CameBlocks | None = None
+    ) -> None:
         """Run the reserved request from the tail's state at the next boundary.
 
         last: blocks to scatter and to check first.
@@ -430,7 +436,7 @@ Frame = bytes | bytearray | memoryview
 Frames = Sequence[Frame]
 
 
-class Emitted(msgspec.Struct, frozen=True):
+class EmittedTokens(msgspec.Struct, frozen=True):
     """The tokens that one step gave one request."""
 
     request_id: str
@@ -438,7 +444,7 @@ class Emitted(msgspec.Struct, frozen=True):
     finished: bool
 
 
-OnOutputs = Callable[[int, list[Emitted], list[Frame]], None]
+OnOutputs = Callable[[int, list[EmittedTokens], list[Frame]], None]
 """(client, what each request got, the adapter's encoding of the outputs)."""
 OnCallDone = Callable[[int, int, str | None, list[Frame]], None]
 """(client, call_id, error, the adapter's encoding of the result)."""

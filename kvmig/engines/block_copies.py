@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvmig.core.background import answer_call
 from kvmig.core.errors import RequestGone
-from kvmig.core.layout import KVLayout, Region, fused
+from kvmig.core.layout import BlockRegion, KVLayout, fused
 from kvmig.kernels.copy import address_of, backend, checksum_fused, start_copy
 
 
@@ -158,8 +158,8 @@ class CopyThread:
 class CopyPass(NamedTuple):
     """One call of the copy kernels: the arguments of `kvmig.kernels.copy.start_copy`."""
 
-    src: tuple[Region, ...]
-    dst: tuple[Region, ...]
+    src: tuple[BlockRegion, ...]
+    dst: tuple[BlockRegion, ...]
     src_ids: NDArray[np.int64]
     dst_ids: NDArray[np.int64]
     src_blocks: int

@@ -18,21 +18,21 @@ from typing import Any, TypeVar
 from kvmig.core.errors import ContractViolation, KvmigError
 from kvmig.core.layout import KVLayout
 from kvmig.engines.base import (
-    Cadence,
     CameBlocks,
-    Emitted,
+    EmittedTokens,
     Engine,
     EngineLoad,
-    Export,
     Frame,
     Frames,
     OnCallDone,
     OnExit,
     OnOutputs,
+    RequestExport,
     RequestState,
+    RequestTail,
     ServingEngine,
-    Stage,
-    Tail,
+    StagedBlocks,
+    StepCadence,
 )
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class CheckedEngine:
 
     # -- what it does and holds
 
-    def cadence(self) -> Cadence:
+    def cadence(self) -> StepCadence:
         return self._engine.cadence()
 
     def load(self) -> EngineLoad:
@@ -94,12 +94,12 @@ class CheckedEngine:
 
     # -- source
 
-    async def export(self, request_id: str) -> Export:
+    async def export(self, request_id: str) -> RequestExport:
         export = await self._call(request_id, "export", self._engine.export(request_id))
         self._rules.exported(request_id, export.num_tokens)
         return export
 
-    async def stage(self, request_id: str, sent: int) -> Stage:
+    async def stage(self, request_id: str, sent: int) -> StagedBlocks:
         stage = await self._call(request_id, f"stage {sent}", self._engine.stage(request_id, sent))
         self._check(self._rules.staged, request_id, sent, stage)
         if self._content and stage.block_ids:
@@ -108,24 +108,28 @@ class CheckedEngine:
             )
         return stage
 
-    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+    async def follow_prompt(
+        self, request_id: str, sent: int, most_tokens: int
+    ) -> StagedBlocks | RequestTail:
         found = await self._call(
             request_id,
             f"follow_prompt {sent}",
             self._engine.follow_prompt(request_id, sent, most_tokens),
         )
-        if isinstance(found, Stage):
+        if isinstance(found, StagedBlocks):
             self._check(self._rules.staged, request_id, sent, found)
             return found
         return await self._checked_tail(request_id, sent, found)
 
-    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+    async def suspend(
+        self, request_id: str, sent: int, out: memoryview | None = None
+    ) -> RequestTail:
         tail = await self._call(
             request_id, f"suspend {sent}", self._engine.suspend(request_id, sent, out)
         )
         return await self._checked_tail(request_id, sent, tail)
 
-    async def _checked_tail(self, request_id: str, sent: int, tail: Tail) -> Tail:
+    async def _checked_tail(self, request_id: str, sent: int, tail: RequestTail) -> RequestTail:
         self._check(self._rules.suspended, request_id, sent, tail)
         entry = self._rules.entry(request_id)
         if self._content and entry.checksums:
@@ -145,7 +149,7 @@ class CheckedEngine:
 
     # -- destination
 
-    async def reserve(self, export: Export) -> int:
+    async def reserve(self, export: RequestExport) -> int:
         request_id = export.request_id
         hits = await self._call(request_id, "reserve", self._engine.reserve(export))
         self._rules.reserved(request_id, hits)
@@ -164,7 +168,9 @@ class CheckedEngine:
     def expect(self, request_id: str, ms: float) -> None:
         self._engine.expect(request_id, ms)
 
-    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+    async def commit(
+        self, request_id: str, tail: RequestTail, last: CameBlocks | None = None
+    ) -> None:
         # From now on it may put tokens out, before this call has returned.
         self._rules.free(request_id)
         await self._call(request_id, "commit", self._engine.commit(request_id, tail, last))
@@ -238,7 +244,7 @@ class CheckedServingEngine(CheckedEngine):
 
     def connect(self, on_outputs: OnOutputs, on_call_done: OnCallDone, on_exit: OnExit) -> None:
 
-        def heard(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+        def heard(client: int, emitted: list[EmittedTokens], frames: list[Frame]) -> None:
             for entry in emitted:
                 try:
                     self._rules.emitted(entry.request_id)
@@ -307,7 +313,7 @@ class AdapterRules:
         history = self.entry(request_id).history
         self._entries[request_id] = CheckedRequest(history, num_tokens, state="leaving")
 
-    def staged(self, request_id: str, sent: int, stage: Stage) -> None:
+    def staged(self, request_id: str, sent: int, stage: StagedBlocks) -> None:
         """`stage` returned this."""
         if stage.num_tokens:
             self._tokens(request_id, stage.num_tokens)
@@ -320,7 +326,7 @@ class AdapterRules:
                 f"{sent + len(stage.block_ids)} blocks of {stage.num_tokens} tokens",
             )
 
-    def suspended(self, request_id: str, sent: int, tail: Tail) -> None:
+    def suspended(self, request_id: str, sent: int, tail: RequestTail) -> None:
         """`suspend` returned this."""
         self.entry(request_id).state = "suspended"
         self._rest(request_id, sent, tail)
@@ -391,7 +397,7 @@ class AdapterRules:
         for key in still[: _KEPT // 2]:
             del self._entries[key]
 
-    def _rest(self, request_id: str, sent: int, tail: Tail) -> None:
+    def _rest(self, request_id: str, sent: int, tail: RequestTail) -> None:
         self._tokens(request_id, tail.num_tokens)
         self._named(request_id, sent, tail.block_ids)
         count, size = sent + len(tail.block_ids), self._layout.block_tokens

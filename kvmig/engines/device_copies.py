@@ -19,7 +19,7 @@ from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.engines.base import CopySums
 from kvmig.engines.block_copies import CopyPass, CopyPlan
 from kvmig.engines.copy_width import CopyWidth
-from kvmig.kernels.api import Kernels, PendingWork
+from kvmig.kernels.api import CopyKernels, PendingWork
 from kvmig.kernels.arrays import ArrayMemory, memory_of
 from kvmig.kernels.copy import checked, start_copy
 from kvmig.kernels.driver import CudaDriver
@@ -53,7 +53,7 @@ class DeviceCopies:
         self,
         plan: CopyPlan,
         device: CudaDriver,
-        by: Kernels,
+        by: CopyKernels,
         steps_overlap: bool,
         scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:

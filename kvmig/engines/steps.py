@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 
-from kvmig.engines.base import Cadence
+from kvmig.engines.base import StepCadence
 
 WEIGHT = 0.2
 """Weight of a new step in the average."""
@@ -52,15 +52,15 @@ class CadenceMeter:
         ms += pause_ms if pause_ms < period_ms else 0.0
         self._last = ended, period_ms + WEIGHT * (ms - period_ms)
 
-    def cadence(self, now: float) -> Cadence:
+    def cadence(self, now: float) -> StepCadence:
         """The engine's cadence at `now`; from any thread."""
         if (last := self._last) is None:
-            return Cadence(0.0, 0.0)
+            return StepCadence(0.0, 0.0)
         ended, period_ms = last
         since_ms = max(0.0, (now - ended) * 1e3)
         launch_ms = launch_s(period_ms / 1e3) * 1e3 if self._overlap else 0.0
         idle = since_ms > IDLE_STEPS * period_ms
-        return Cadence(since_ms, 0.0 if idle else period_ms, launch_ms)
+        return StepCadence(since_ms, 0.0 if idle else period_ms, launch_ms)
 
     def free_s(self, now: float) -> float:
         """How long the next step may wait at no cost, where one runs that was launched before."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvmig.accounts.keys import Limits
+from kvmig.accounts.keys import AccountLimits
 from kvmig.fleet.limit_changes import named_of
 from kvmig.fleet.shown_specs import shown_spec
 from kvmig.fleet.spec import ModelSpec
@@ -113,9 +113,9 @@ def alias_there(store: FleetStore, name: str) -> Mapping[str, int] | None:
     return store.fleet().aliases.get(name)
 
 
-def limits_in(terms: Limits) -> dict[str, Any]:
+def limits_in(terms: AccountLimits) -> dict[str, Any]:
     """The limits among terms, as the API shows them."""
-    return named_of(terms, Limits.__struct_fields__)
+    return named_of(terms, AccountLimits.__struct_fields__)
 
 
 def changed_values(

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from kvmig.core.background import BackgroundTasks
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import ConfigError
 from kvmig.core.shown_urls import shown_url
 from kvmig.fleet.tables import StoreError
@@ -31,7 +31,7 @@ MOST_BYTES = 4 << 20
 class CatalogueReader:
     """Reads the catalogue on demand: callers that ask during a reading share it."""
 
-    def __init__(self, where: str, clock: Clock) -> None:
+    def __init__(self, where: str, clock: TimeSource) -> None:
         """where: a file's whole path, or a URL; empty: the one that comes with kvmig."""
         self._where = where
         self._shown = shown_url(where)

@@ -20,7 +20,7 @@ import msgspec
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import BackgroundTasks
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import instance_name
 from kvmig.core.errors import StartupError
 from kvmig.fleet.autoscale import (
@@ -118,8 +118,8 @@ class ModelController:
         order: Callable[[Order], None],
         send: SendRoutes,
         memory: MemoryBudget,
-        clock: Clock = monotonic,
-        wall: Clock = monotonic,
+        clock: TimeSource = monotonic,
+        wall: TimeSource = monotonic,
         measured: Callable[[ModelSpec], object] = lambda spec: None,
         missing: Callable[[str], MissingFiles | None] = lambda source: None,
         workers: WorkerPool | None = None,

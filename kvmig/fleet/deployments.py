@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from kvmig.asgi.body_bounds import ModelReach
-from kvmig.core.api_records import InstanceRow, Listing, ModelBody, RequestRow
+from kvmig.core.api_records import InstanceRow, ModelBody, RequestRow, RowListing
 from kvmig.core.background import UNFORESEEN_S, cancel_tasks
 from kvmig.core.errors import StartupError
 from kvmig.core.live_records import MoveRecord
@@ -270,7 +270,7 @@ class DeploymentWatcher:
             async with asyncio.timeout(timeout_s):
                 answer = await self._http.get(f"{ADMIN}/requests", timeout=timeout_s)
             answer.raise_for_status()
-            return msgspec.json.decode(answer.content, type=Listing[RequestRow]).data
+            return msgspec.json.decode(answer.content, type=RowListing[RequestRow]).data
         except (httpx.HTTPError, TimeoutError, msgspec.DecodeError) as error:
             raise StartupError(f"it doesn't list its requests: {error!r}") from error
 

@@ -13,7 +13,7 @@ from joserfc.errors import BadSignatureError, ExpiredTokenError, InvalidKeyIdErr
 from joserfc.jwk import KeySet
 
 from kvmig.accounts.people import LoginRefused, LoginTerms
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import KvmigError
 
 DISCOVERY = "/.well-known/openid-configuration"
@@ -45,7 +45,7 @@ class ProviderAway(KvmigError):
 class IdentityProvider:
     """The identity provider of a fleet; make it inside a running event loop, `close` it."""
 
-    def __init__(self, terms: LoginTerms, clock: Clock, wall: Clock) -> None:
+    def __init__(self, terms: LoginTerms, clock: TimeSource, wall: TimeSource) -> None:
         """clock: steady. wall: Unix time."""
         self.terms = terms
         self._clock = clock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.fleet.device_watch import DeviceSample
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import ManagedModel
@@ -23,7 +23,7 @@ class InstanceMeasures:
         self,
         models: Mapping[str, ManagedModel],
         memory: MemoryBudget,
-        wall: Clock,
+        wall: TimeSource,
         note: Callable[[ManagedModel, str], None],
         measured: Callable[[ModelSpec], object],
         units: FleetUnits,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvmig.core.background import BackgroundTasks
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import StartupError
 from kvmig.fleet.deployments import DeploymentWatcher
 from kvmig.fleet.device_budget import DeviceBudget
@@ -54,9 +54,9 @@ class InstanceMover:
         places: ModelPlaces,
         devices: DeviceBudget,
         orders: BackgroundTasks,
-        clock: Clock,
+        clock: TimeSource,
         note: Callable[[ManagedModel, str], None],
-        wall: Clock,
+        wall: TimeSource,
     ) -> None:
         """orders: where moves run. clock: steady. note: called with what people may want to know of
         a model. wall: Unix time."""

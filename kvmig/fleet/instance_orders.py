@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import StartupError
 from kvmig.fleet.autoscale import ScalingOrder
 from kvmig.fleet.deployments import DeploymentWatcher, OrderUnanswered
@@ -36,7 +36,7 @@ class InstanceOrders:
         workers: WorkerPool,
         devices: DeviceBudget,
         note: Callable[[ManagedModel, str], None],
-        wall: Clock,
+        wall: TimeSource,
     ) -> None:
         """note: called with what people may want to know of a model. wall: Unix time."""
         self._places = places

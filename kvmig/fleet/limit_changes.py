@@ -9,11 +9,11 @@ import msgspec
 from sqlalchemy import select
 from sqlalchemy.engine import Connection
 
-from kvmig.accounts.keys import Limits, ModelQuota, check_limits
+from kvmig.accounts.keys import AccountLimits, ModelQuota, check_limits
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.tables import models
 
-SomeLimits = TypeVar("SomeLimits", bound=Limits)
+SomeLimits = TypeVar("SomeLimits", bound=AccountLimits)
 
 
 def changed(connection: Connection, old: SomeLimits, changes: Mapping[str, Any]) -> SomeLimits:
@@ -43,6 +43,6 @@ def check_models(connection: Connection, named: Iterable[str]) -> None:
             )
 
 
-def named_of(terms: Limits, named: Iterable[str]) -> dict[str, Any]:
+def named_of(terms: AccountLimits, named: Iterable[str]) -> dict[str, Any]:
     """The named limits, as the database and the audit have them."""
     return {name: msgspec.to_builtins(getattr(terms, name)) for name in named}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvmig.core.api_records import InstanceRow, RequestRow
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.devices import DeviceRecord
 from kvmig.core.errors import StartupError
 from kvmig.core.live_records import (
@@ -51,9 +51,9 @@ class LiveView:
     """What runs now, as the page shows it; make it inside a running event loop."""
 
     models: ModelController
-    wall: Clock
+    wall: TimeSource
     """Unix time."""
-    clock: Clock = monotonic
+    clock: TimeSource = monotonic
     aliases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Names that stand for models by weights, as the catalogue has them."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)

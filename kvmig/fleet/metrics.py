@@ -16,7 +16,7 @@ from typing import Any, get_args
 import httpx
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.devices import DeviceRecord
 from kvmig.fleet.account_metrics import QuotaUse, UserCounters, of_quotas
 from kvmig.fleet.controller import ModelController
@@ -46,7 +46,7 @@ class FleetMetrics:
     """What each has reported last."""
     usage: Callable[[str], Awaitable[Sequence[Mapping[str, Any]]]]
     """Sums over all time by a field of the ledger: model, or user."""
-    clock: Clock = monotonic
+    clock: TimeSource = monotonic
     set_aside: Callable[[], Mapping[str, int]] = dict
     """How many records could not be read, by kind."""
     free: Callable[[], Mapping[str, int]] = dict

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from kvmig.core.background import cancel_tasks
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.fetcher_child import FetcherChild
 from kvmig.fleet.files_table import (
@@ -126,8 +126,8 @@ class ModelFiles:
         stored: Callable[..., Awaitable[Any]],
         changed: Callable[[], Awaitable[None]],
         in_use: Callable[[], Collection[str]],
-        clock: Clock,
-        wall: Clock,
+        clock: TimeSource,
+        wall: TimeSource,
         on_workers: Callable[[str], Mapping[str, FolderReport]] = lambda folder: {},
     ) -> None:
         """stored: runs a function on the database's thread. changed: awaited when files have become

@@ -22,7 +22,7 @@ from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec, text_in
 from kvmig.fleet.units import FleetUnits, UnitRecord
 from kvmig.fleet.worker_pool import GPU, WorkerPool
-from kvmig.placement.file import PlacedUnit, Placement
+from kvmig.placement.file import PlacedUnit, UnitPlacement
 from kvmig.placement.starts import own_flags, tenths
 
 SHARES = "--unit-shares"
@@ -144,7 +144,7 @@ def is_kept(unit: PlacedUnit) -> bool:
 def _own_flags(spec: ModelSpec, units: Sequence[PlacedUnit]) -> list[tuple[int, str]]:
     """The engine's flags of first instances on workers, by their numbers: one host's start without
     a placement, or in units with an arena."""
-    placement = Placement(list(units))
+    placement = UnitPlacement(list(units))
     return [
         (at, own_flags(placement, spec.name, len(unit.gpus), one.kv_bytes))
         for at, unit in enumerate(units)

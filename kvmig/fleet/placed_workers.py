@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from kvmig.core.devices import DeviceInventory
 from kvmig.core.errors import ConfigError
-from kvmig.placement.file import PlacedUnit, Placement
+from kvmig.placement.file import PlacedUnit, UnitPlacement
 from kvmig.placement.stand_ins import Refuses
 
 
@@ -45,7 +45,7 @@ def check_on_worker(
             )
 
 
-def check_gpus_alike(placement: Placement) -> None:
+def check_gpus_alike(placement: UnitPlacement) -> None:
     """Whether all units with models have GPUs, or none has. Raises ConfigError."""
     units = [one for one in placement.units if one.models]
     with_gpus = [one.called for one in units if one.gpus]
@@ -58,7 +58,7 @@ def check_gpus_alike(placement: Placement) -> None:
 
 
 def check_replan(
-    placement: Placement, refuses: Refuses, inventories: Mapping[str, DeviceInventory]
+    placement: UnitPlacement, refuses: Refuses, inventories: Mapping[str, DeviceInventory]
 ) -> None:
     """Whether a placement on workers can be planned again: each model may come to each unit, and
     its costs are of one kind of GPU. refuses: why a worker can't have a model. inventories: GPUs by

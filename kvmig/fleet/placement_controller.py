@@ -35,7 +35,7 @@ from kvmig.placement.executor import (
     PlacementExecutor,
     ReplaceFailed,
 )
-from kvmig.placement.file import PlacedUnit, Placement, placement_from
+from kvmig.placement.file import PlacedUnit, UnitPlacement, placement_from
 from kvmig.placement.moves import PlanWave
 from kvmig.placement.observed import adopted, check
 from kvmig.placement.replan import ReplanRule, check_rule
@@ -68,7 +68,7 @@ class PlacementStatus(msgspec.Struct, frozen=True):
     state: State
     why: str
     """Why it has failed and whether it is tried again, or what it waits for; empty otherwise."""
-    placement: Placement | None
+    placement: UnitPlacement | None
     """The one that is wanted."""
     lines: list[str]
     """What was done last, for people."""
@@ -83,7 +83,7 @@ class PlacementStatus(msgspec.Struct, frozen=True):
 class DesiredPlacement(msgspec.Struct, frozen=True):
     """The desired placement as the database keeps it."""
 
-    placement: Placement
+    placement: UnitPlacement
     units: dict[str, dict[str, str]] = {}
     """Units of instances that started before a placement named them: by deployment, by instance."""
     rule: ReplanRule | None = None
@@ -109,9 +109,9 @@ class PlacementController:
         self._wanted: DesiredPlacement | None = None
         self._lines: deque[str] = deque(maxlen=LINES)
         self._task: asyncio.Task[None] | None = None
-        self._placed: Placement | None = None
+        self._placed: UnitPlacement | None = None
         """The placement by which models start: the desired one, or that without lost workers."""
-        self._reached: Placement | None = None
+        self._reached: UnitPlacement | None = None
         """The placement that was reached last."""
         self._planning = asyncio.Lock()
         """Held while another placement is planned and stored."""
@@ -189,7 +189,7 @@ class PlacementController:
         self._wanted = wanted
         self._place(None if wanted is None else wanted.placement)
 
-    def _place(self, placement: Placement | None) -> None:
+    def _place(self, placement: UnitPlacement | None) -> None:
         """Let models start where it has them."""
         self._placed = placement
         units: dict[str, list[PlacedUnit]] = {}
@@ -204,14 +204,14 @@ class PlacementController:
             await cancel_tasks(self._task)
             self._task = None
 
-    def _to_start(self, placement: Placement) -> list[str]:
+    def _to_start(self, placement: UnitPlacement) -> list[str]:
         """The models that don't run yet, and start as members of the agents of their units."""
         models = {name: self._models.shown(name) for name in placement.models()}
         if not _keeps(placement):
             return []
         return [name for name, one in models.items() if one is not None and not one.deployment]
 
-    def _check(self, wanted: Placement) -> None:
+    def _check(self, wanted: UnitPlacement) -> None:
         """Raises ConfigError."""
         for unit in wanted.units:
             self._check_worker(unit)
@@ -230,7 +230,7 @@ class PlacementController:
                 raise ConfigError(f"placement: model {name} runs, and has no place in it")
         check(wanted, [*{*running, *wanted.models()}], "placement")
 
-    def _check_model(self, wanted: Placement, name: str) -> None:
+    def _check_model(self, wanted: UnitPlacement, name: str) -> None:
         """Raises ConfigError for a model that can't be placed."""
         kept = _keeps(wanted)
         model = self._models.shown(name)
@@ -311,7 +311,7 @@ class PlacementController:
         """The units that models have by their specifications."""
         return frozenset(one.wanted.spec.unit for one in self._models.every())
 
-    async def _adopting(self, placement: Placement) -> DesiredPlacement:
+    async def _adopting(self, placement: UnitPlacement) -> DesiredPlacement:
         """The desired placement, with units for all running instances."""
         before = {} if self._wanted is None else self._wanted.units
         async with _Site(self._models, DesiredPlacement(placement, before)) as deployments:
@@ -398,7 +398,7 @@ class PlacementController:
             log.warning("the placement is not looked at now: %s", error)
             return False
 
-    def _nodes(self, placement: Placement) -> dict[str, str]:
+    def _nodes(self, placement: UnitPlacement) -> dict[str, str]:
         """Ids of the nodes of the workers that it names, by name."""
         pool = self._models.workers
         return {one.worker: pool.node_id(one.worker) for one in placement.units if one.worker}
@@ -519,12 +519,12 @@ def _is_held(unit: PlacedUnit) -> bool:
     return bool(unit.worker) and is_kept(unit)
 
 
-def _keeps(placement: Placement) -> bool:
+def _keeps(placement: UnitPlacement) -> bool:
     """Whether models start in its units, of which something is kept."""
     return any(map(is_kept, placement.units))
 
 
-def _rule(given: object, placement: Placement) -> ReplanRule:
+def _rule(given: object, placement: UnitPlacement) -> ReplanRule:
     """Raises ConfigError."""
     try:
         rule = msgspec.convert(given, ReplanRule)

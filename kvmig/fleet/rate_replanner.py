@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.autoscale import STABLE_S
-from kvmig.placement.file import Placement
+from kvmig.placement.file import UnitPlacement
 from kvmig.placement.rates import MeasuredRates
 from kvmig.placement.replan import ReplanRule, ReplanVerdict, replanned
 
@@ -27,7 +27,7 @@ RateOf = Callable[[str, float, float], float]
 class RateReplanner:
     """One rule's; `replan` is called again and again."""
 
-    def __init__(self, rule: ReplanRule, rate_of: RateOf, clock: Clock = monotonic) -> None:
+    def __init__(self, rule: ReplanRule, rate_of: RateOf, clock: TimeSource = monotonic) -> None:
         self.rule = rule
         """The rule with the rates for which the placement that is stored was planned."""
         self.verdict = ""
@@ -45,8 +45,8 @@ class RateReplanner:
         return self._rates.rates()
 
     async def replan(
-        self, placement: Placement, start_s: Mapping[str, float]
-    ) -> tuple[Placement, ReplanRule] | None:
+        self, placement: UnitPlacement, start_s: Mapping[str, float]
+    ) -> tuple[UnitPlacement, ReplanRule] | None:
         """Another placement with its rule, if requests come at other rates and it is worth the way
         there. `take_rule` once it is stored; one that is not is planned again.
 
@@ -96,7 +96,10 @@ class RateReplanner:
 
 
 def _verdict(
-    placement: Placement, rule: ReplanRule, rates: Mapping[str, float], start_s: Mapping[str, float]
+    placement: UnitPlacement,
+    rule: ReplanRule,
+    rates: Mapping[str, float],
+    start_s: Mapping[str, float],
 ) -> ReplanVerdict:
     try:
         return replanned(placement, rule, rates, start_s)

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from kvmig.asgi.strict_body import StrictBody
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.api_paths import routes_at
 from kvmig.fleet.controller import ModelController
@@ -200,7 +200,7 @@ def at_next_start(models: ModelController, changes: Iterable[SpecChange]) -> lis
     return [one.name for one in changes if one.kind == "model" and waits(one.name)]
 
 
-def rollout_api(backend: RolloutBackend, caller: Any, wall: Clock) -> APIRouter:
+def rollout_api(backend: RolloutBackend, caller: Any, wall: TimeSource) -> APIRouter:
     """Routes of roll-outs; a model's name may hold slashes. caller: who calls. wall: Unix time."""
     api, store, models = routes_at("/models"), backend.store, backend.models
 

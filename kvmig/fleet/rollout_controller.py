@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.fleet.autoscale import counted, one_less_holds
 from kvmig.fleet.flag_rolls import (
     RolledStart,
@@ -99,8 +99,8 @@ class ModelRollouts:
         self,
         models: dict[str, ManagedModel],
         keep: Keep,
-        clock: Clock,
-        wall: Clock,
+        clock: TimeSource,
+        wall: TimeSource,
         note: Callable[[ManagedModel, str], None],
         added: Callable[[ManagedModel], None],
         running: Callable[[ManagedModel], int],

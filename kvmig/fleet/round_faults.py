@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.fleet.managed_model import ManagedModel
 
 ALL = "all models"
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class RoundFaults:
     """The faults of one server."""
 
-    def __init__(self, clock: Clock, note: Callable[[ManagedModel, str], None]) -> None:
+    def __init__(self, clock: TimeSource, note: Callable[[ManagedModel, str], None]) -> None:
         """clock: steady, in seconds. note: keeps what befalls a model, for people."""
         self.count: Counter[str] = Counter()
         """Parts that were given up, by what they do."""

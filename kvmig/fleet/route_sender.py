@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_routes import route_of, sockets_of
 from kvmig.fleet.rollout_controller import ModelRollouts
@@ -19,7 +19,7 @@ class RouteSender:
     """Knows which routes were sent last."""
 
     def __init__(
-        self, send: SendRoutes, rollouts: ModelRollouts, faults: RoundFaults, clock: Clock
+        self, send: SendRoutes, rollouts: ModelRollouts, faults: RoundFaults, clock: TimeSource
     ) -> None:
         self._send = send
         self._rollouts = rollouts

@@ -16,7 +16,7 @@ from shutil import rmtree
 from typing import TypeVar
 
 from kvmig.accounts.usage import SpoolDamaged, SpooledRecord, UsageSpool
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.fleet.ledger import AT_ONCE, MergedRecords, merge
 from kvmig.fleet.quotas import give_back
 from kvmig.fleet.setaside import SetAside, keep_records, keep_spool
@@ -42,7 +42,7 @@ class SpoolMerger:
         set_aside: SetAside,
         is_over: Callable[[str], bool],
         spent: Callable[[Mapping[str, int]], Awaitable[None]] | None = None,
-        clock: Clock = monotonic,
+        clock: TimeSource = monotonic,
     ) -> None:
         """thread: one, the database's. is_over: whether a deployment has ended. spent: takes tokens
         that are new in the ledger, by keys' ids; it may raise StoreError."""

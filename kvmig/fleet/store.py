@@ -19,9 +19,9 @@ from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
 from sqlalchemy.engine import Connection
 
 from kvmig.accounts.keys import (
+    AccountLimits,
     KeyGrant,
     KeyTerms,
-    Limits,
     NewKey,
     check_terms,
     new_key,
@@ -99,7 +99,7 @@ class UserRow(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     disabled: bool
     created: float
-    limits: Limits = Limits()
+    limits: AccountLimits = AccountLimits()
     """Limits of all keys together."""
     subject: str = ""
     """The person of an identity provider; empty: of none."""
@@ -724,7 +724,7 @@ def _user_row(row: RowMapping) -> UserRow:
         role=row["role"],
         disabled=row["disabled"],
         created=row["created"],
-        limits=converted(row, "limits", Limits),
+        limits=converted(row, "limits", AccountLimits),
         subject=row["subject"],
     )
 

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import msgspec
 
 from kvmig.core.background import UNFORESEEN_S, cancel_tasks
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import ConfigError, TransportError
 from kvmig.fleet.capacity import CapacityPlan, SharedHold
 from kvmig.fleet.cluster_nodes import InstanceDemand
@@ -207,7 +207,7 @@ class FleetUnits:
         settings: FleetSettings,
         order: Callable[[Order], None],
         devices: DeviceBudget,
-        clock: Clock,
+        clock: TimeSource,
         changed: Callable[[], None],
         pool: WorkerPool,
     ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.fleet.instance_measures import InstanceMeasures
 from kvmig.fleet.lifecycle import ModelStatus
 from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
@@ -24,7 +24,7 @@ class WantedEntries:
         rollouts: ModelRollouts,
         measures: InstanceMeasures,
         faults: RoundFaults,
-        clock: Clock,
+        clock: TimeSource,
     ) -> None:
         """models: the controller's, by their keys; changed here."""
         self._models = models

@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 
 from kvmig.core.api_records import InstanceRow
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.devices import DeviceInventory
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import HostCapacity
@@ -45,8 +45,8 @@ class WorkerPool:
         self,
         address: str = "",
         threads: int = 1,
-        clock: Clock = monotonic,
-        wall: Clock = monotonic,
+        clock: TimeSource = monotonic,
+        wall: TimeSource = monotonic,
         reserve: ReserveLadder | None = None,
         reserve_node: Resources = NO_RESOURCES,
     ) -> None:
@@ -69,7 +69,7 @@ class WorkerPool:
         self._fleet, self._term = "", 0
 
     @classmethod
-    def of_fleet(cls, settings: FleetSettings, clock: Clock, wall: Clock) -> Self:
+    def of_fleet(cls, settings: FleetSettings, clock: TimeSource, wall: TimeSource) -> Self:
         """The workers of a fleet. Raises ConfigError."""
         reserve = parse_ladder(settings.reserve)
         return cls(settings.ray, settings.threads, clock, wall, reserve, settings.reserve_node)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from pydantic import Field
 
 from kvmig.asgi.strict_body import StrictBody
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.api_paths import routes_at
 from kvmig.fleet.based_on import check_values
@@ -85,7 +85,7 @@ class FleetWorkers:
         models: ModelController,
         stored: StoreThread,
         store: FleetStore,
-        wall: Clock,
+        wall: TimeSource,
     ) -> None:
         """wall: Unix time."""
         self.wall = wall

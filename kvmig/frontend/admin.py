@@ -17,10 +17,10 @@ from kvmig.asgi.problems import PROBLEMS, ErrorBody, Responses, guarded
 from kvmig.asgi.session_id import LONGEST_SESSION
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.controlplane.messages import AddInstances, DrainInstance, RestartInstances, StopDrain
-from kvmig.core.api_records import InstanceRow, Listing, ModelBody, ReachBody
+from kvmig.core.api_records import InstanceRow, ModelBody, ReachBody, RowListing
 from kvmig.frontend.launcher_link import LauncherLink
 from kvmig.frontend.order_tokens import GivenToken, RaiseOrderFence, fenced_by
-from kvmig.frontend.router import RECENT, Router
+from kvmig.frontend.router import RECENT, FrontendRouter
 from kvmig.frontend.struct_answers import (
     INSTANCES,
     MIGRATION,
@@ -46,7 +46,7 @@ LOOK_S = 0.1
 
 
 def admin_api(
-    router: Router,
+    router: FrontendRouter,
     rows: Callable[[], list[InstanceRow]],
     model: str,
     rule: Rule,
@@ -80,7 +80,7 @@ def admin_api(
     @api.get("/instances", responses=shows(INSTANCES))
     async def instances() -> Response:
         """The instances and their load."""
-        return answer(Listing(data=rows()))
+        return answer(RowListing(data=rows()))
 
     @changing.patch("/instances/{name}", responses=errors | shows(INSTANCES), dependencies=fenced)
     async def change(name: str, body: ChangeBody) -> Response:
@@ -90,12 +90,12 @@ def admin_api(
         if all guarantees together were more than the unit has; nothing is changed then.
         """
         await router.set_guarantee(name, body.guarantee_bytes)
-        return answer(Listing(data=[row for row in rows() if row.id == name]))
+        return answer(RowListing(data=[row for row in rows() if row.id == name]))
 
     @api.get("/requests", responses=shows(REQUESTS))
     async def requests() -> Response:
         """The live requests, in order of arrival."""
-        return answer(Listing(data=await router.requests()))
+        return answer(RowListing(data=await router.requests()))
 
     @api.post("/migrations", responses=errors | shows(MIGRATION), dependencies=fenced)
     async def migrate(body: MigrationBody) -> Response:
@@ -126,7 +126,7 @@ def admin_api(
         A request that comes nevertheless is served.
         """
         await router.park()
-        return answer(Listing(data=rows()))
+        return answer(RowListing(data=rows()))
 
     @api.post("/unpark", responses=errors | shows(INSTANCES), dependencies=fenced)
     async def unpark() -> Response:
@@ -135,7 +135,7 @@ def admin_api(
         One that isn't parked does nothing.
         """
         await router.unpark()
-        return answer(Listing(data=rows()))
+        return answer(RowListing(data=rows()))
 
     @api.get("/migrations", responses=shows(MIGRATIONS) | {400: {"model": ErrorBody}})
     async def migrations(
@@ -143,7 +143,7 @@ def admin_api(
     ) -> Response:
         """The last migrations, by hand and by policy, newest first."""
         newest_first = list(router.reports)[::-1]
-        return answer(Listing(data=[shown_report(one) for one in newest_first[:limit]]))
+        return answer(RowListing(data=[shown_report(one) for one in newest_first[:limit]]))
 
     api.include_router(changing)
     api.include_router(moving)
@@ -197,7 +197,7 @@ def instances_api(
             if all(one.state != "starting" for one in found):
                 break
             await asyncio.sleep(LOOK_S)
-        return answer(Listing(data=found), HTTPStatus.CREATED)
+        return answer(RowListing(data=found), HTTPStatus.CREATED)
 
     @restarting.post(
         "/instances/restart", status_code=HTTPStatus.ACCEPTED, responses=errors | accepted
@@ -215,7 +215,7 @@ def instances_api(
                 token,
             )
         )
-        return answer(Listing(data=listed(names)), HTTPStatus.ACCEPTED)
+        return answer(RowListing(data=listed(names)), HTTPStatus.ACCEPTED)
 
     @draining.delete(
         "/instances/{name}", status_code=HTTPStatus.ACCEPTED, responses=errors | accepted
@@ -237,7 +237,7 @@ def instances_api(
                 call_id, name, deadline_s, leave=True, now=now, last=last, token=token
             )
         )
-        return answer(Listing(data=listed(names)), HTTPStatus.ACCEPTED)
+        return answer(RowListing(data=listed(names)), HTTPStatus.ACCEPTED)
 
     @draining.post(
         "/instances/{name}/drain", status_code=HTTPStatus.ACCEPTED, responses=errors | accepted
@@ -248,13 +248,13 @@ def instances_api(
         names = await launcher.order(
             lambda call_id: DrainInstance(call_id, name, deadline_s, token=token)
         )
-        return answer(Listing(data=listed(names)), HTTPStatus.ACCEPTED)
+        return answer(RowListing(data=listed(names)), HTTPStatus.ACCEPTED)
 
     @draining.delete("/instances/{name}/drain", responses=errors | shows(INSTANCES))
     async def stop_drain(name: str, token: GivenToken) -> Response:
         """Let a draining instance serve again."""
         names = await launcher.order(lambda call_id: StopDrain(call_id, name, token))
-        return answer(Listing(data=listed(names)))
+        return answer(RowListing(data=listed(names)))
 
     api = APIRouter(prefix=PREFIX, tags=["kvmig"], responses=PROBLEMS)
     api.include_router(adding)

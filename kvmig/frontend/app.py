@@ -23,7 +23,7 @@ from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink
 from kvmig.frontend.metrics import MetricsExposition
 from kvmig.frontend.middleware import HttpState
 from kvmig.frontend.probes import probe_routes
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.frontend.server_drain import server_drain_api
 from kvmig.frontend.struct_answers import add_schemas
 
@@ -31,7 +31,7 @@ from kvmig.frontend.struct_answers import add_schemas
 def extend(
     app: FastAPI,
     http: HttpState,
-    router: Router,
+    router: FrontendRouter,
     membership: InstanceMembership,
     launcher: LauncherLink,
     model: str,
@@ -89,7 +89,7 @@ class AdminKey(NamedTuple):
 def add_page(
     app: FastAPI,
     http: HttpState,
-    router: Router,
+    router: FrontendRouter,
     launcher: LauncherLink,
     rows: Callable[[], list[InstanceRow]],
     model: str,

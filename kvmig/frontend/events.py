@@ -18,7 +18,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.clock import monotonic
 from kvmig.frontend.admin import PREFIX
 from kvmig.frontend.order_tokens import RaiseOrderFence, fenced_by
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.frontend.struct_answers import shown_report
 
 LOOK_S = 0.2
@@ -28,7 +28,7 @@ HEARTBEAT_S = 5.0
 
 
 def events_api(
-    router: Router,
+    router: FrontendRouter,
     rows: Callable[[], list[InstanceRow]],
     rule: Rule,
     closed: Callable[[], bool],

@@ -32,7 +32,7 @@ from kvmig.controlplane.session_hints import SessionHints, SessionPlace
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import cancel_tasks
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import NoInstance, PeerError, TransportError
 from kvmig.engines.base import Frames
@@ -282,7 +282,7 @@ class InstancePool:
         name: str,
         secret: bytes,
         config: ClusterConfig,
-        clock: Clock,
+        clock: TimeSource,
         lost_after_s: float,
         listener: InstanceListener,
     ) -> None:
@@ -328,7 +328,7 @@ class InstancePool:
         *,
         guest: bool = False,
     ) -> bytes:
-        """Connect; see `Router.add_instance`."""
+        """Connect; see `FrontendRouter.add_instance`."""
         if name in self._instances:
             raise ValueError(f"instance {name} was added before")
         if index is None:

@@ -32,7 +32,7 @@ from kvmig.core.config import instance_number
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.core.order_fence import NO_TOKEN, OrderToken
 from kvmig.core.patience import wait_for_answer
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.rpc.messages import RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient
 
@@ -190,7 +190,7 @@ class InstanceMembership:
     Make it inside a running event loop; `close` it. members: as last reported.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: FrontendRouter) -> None:
         self.members: Sequence[ClusterMember] = ()
         self._router = router
         self._followers = BackgroundTasks("instances")

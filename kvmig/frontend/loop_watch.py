@@ -9,7 +9,7 @@ from collections.abc import Callable
 import prometheus_client
 from prometheus_client import CollectorRegistry
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class LoopWatch:
         self,
         registry: CollectorRegistry,
         suspects: Callable[[], set[str]],
-        clock: Clock = monotonic,
+        clock: TimeSource = monotonic,
     ) -> None:
         """suspects: accounts whose calls' bodies were in since the last call."""
         self._suspects = suspects

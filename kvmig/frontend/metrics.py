@@ -26,9 +26,9 @@ from prometheus_client.registry import Collector
 from kvmig.controlplane.view import InstanceView
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.priorities import PriorityClass, class_of
-from kvmig.engines.base import Preempted
+from kvmig.engines.base import PreemptionCount
 from kvmig.frontend.ports import RouterObserver
-from kvmig.kvtransfer.report import Downtime, MigrationReport
+from kvmig.kvtransfer.report import DowntimeParts, MigrationReport
 from kvmig.sharing.messages import InUnit
 
 BUCKETS_S = (
@@ -46,7 +46,7 @@ SCRAPED = 0.1
 """Most of the time that goes into the text of /metrics, for any number of readers."""
 
 
-def downtime_s(downtime: Downtime) -> float:
+def downtime_s(downtime: DowntimeParts) -> float:
     """The whole pause, in seconds."""
     return downtime.whole_ms / 1000
 
@@ -416,7 +416,7 @@ def with_instances(
 ) -> CollectorRegistry:
     """A registry to expose on /metrics in place of `source`.
 
-    instances: gives the instance's id by vLLM's engine index (`Router.engine_indexes`), of
+    instances: gives the instance's id by vLLM's engine index (`FrontendRouter.engine_indexes`), of
     all that ever were. rows: of those that are there.
     """
     registry = CollectorRegistry()
@@ -456,7 +456,7 @@ class ClassCollector(Collector):
                 beside.add_metric((view.instance, name), below)
         return (whole, beside, headroom)
 
-    def _by_class(self, told: Iterable[Preempted]) -> dict[str, tuple[int, int]]:
+    def _by_class(self, told: Iterable[PreemptionCount]) -> dict[str, tuple[int, int]]:
         counts = {one.name: (0, 0) for one in self._classes}
         for one in told:
             name = class_of(self._classes, one.priority).name

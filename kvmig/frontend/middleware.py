@@ -46,7 +46,7 @@ from kvmig.asgi.request_body import (
 )
 from kvmig.asgi.route_table import ClientRoute, RouteMatch, find_route
 from kvmig.asgi.session_id import SessionTooLong, session_in, session_key
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import BODIES, HttpConfig
 from kvmig.core.priorities import PriorityClass
 from kvmig.frontend.background import OpenAnswer
@@ -103,7 +103,7 @@ class HttpState:
     """Called with each call that engines shall work for."""
     uncounted: Callable[[], str] = lambda: ""
     """Why no such call is taken, for it would not be counted; empty: they are."""
-    clock: Clock = monotonic
+    clock: TimeSource = monotonic
     keyed: bool = False
     """Whether calls without a proxy's word have keys of their own."""
     reach: ModelReach | None = None

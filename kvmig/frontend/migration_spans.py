@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from kvmig.kvtransfer.report import Downtime, MigrationReport
+from kvmig.kvtransfer.report import DowntimeParts, MigrationReport
 
 
 class ReportSpan(NamedTuple):
@@ -60,7 +60,7 @@ def _parts(report: MigrationReport, began: float) -> Iterator[ReportSpan]:
         yield _pause(pause, at, report.tail_blocks)
 
 
-def _pause(pause: Downtime, began: float, tail_blocks: int) -> ReportSpan:
+def _pause(pause: DowntimeParts, began: float, tail_blocks: int) -> ReportSpan:
     """The pause, whose parts follow each other."""
     at, parts = began, []
     for name, ms in (

@@ -50,7 +50,7 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.core.api_records import RequestRow
 from kvmig.core.background import BackgroundTasks, cancel_tasks
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import AnswerTooLarge, PeerError
 from kvmig.frontend.call_aborts import CallAborts
@@ -108,7 +108,7 @@ _NEVER_BEGAN = ("already_migrating", "unknown_request")
 log = logging.getLogger(__name__)
 
 
-class Router:
+class FrontendRouter:
     """Engine-agnostic. Make, use and close it inside one running event loop."""
 
     def __init__(
@@ -123,7 +123,7 @@ class Router:
         meter: UsageMeter | None = None,
         quotas: QuotaClient | None = None,
         traces: RequestTraces | None = None,
-        clock: Clock = monotonic,
+        clock: TimeSource = monotonic,
         lost_after_s: float = 10.0,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:

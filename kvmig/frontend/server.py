@@ -70,7 +70,7 @@ class FrontEnd:
         from kvmig.frontend.metrics import FrontendMetrics
         from kvmig.frontend.openai.base import openai_server
         from kvmig.frontend.request_traces import RequestTraces
-        from kvmig.frontend.router import Router
+        from kvmig.frontend.router import FrontendRouter
 
         self._launch = launch
         self._args = args
@@ -87,7 +87,7 @@ class FrontEnd:
         self._traces = open_collector(settings_of(os.environ), launch.name)
         if self._traces is not None:
             self._hide_trace_ids = show_trace_ids(current_trace_id)
-        self._router = Router(
+        self._router = FrontendRouter(
             launch.name,
             launch.secret,
             config,

@@ -18,12 +18,12 @@ from kvmig.frontend.admin import PREFIX
 from kvmig.frontend.drain_report import drain_report
 from kvmig.frontend.launcher_link import LauncherLink
 from kvmig.frontend.order_tokens import GivenToken
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.frontend.struct_answers import DRAIN, answer, shows
 
 
 def server_drain_api(
-    router: Router,
+    router: FrontendRouter,
     launcher: LauncherLink,
     rows: Callable[[], list[InstanceRow]],
     unlike: Callable[[], Mapping[str, str]],

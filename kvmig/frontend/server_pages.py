@@ -27,7 +27,7 @@ from kvmig.accounts.page_sessions import CSRF_HEADER, LoginSession, SessionCooki
 from kvmig.accounts.page_sessions import PATH as PAGE
 from kvmig.asgi.access import AccessDenied
 from kvmig.core.api_records import InstanceRow, RequestRow
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.live_records import (
     LiveFleet,
     LiveInstance,
@@ -36,7 +36,7 @@ from kvmig.core.live_records import (
     LiveStream,
     MoveRecord,
 )
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.frontend.struct_answers import shown_report
 from kvmig.pages.api_calls import ApiCaller, ApiRefusal
 from kvmig.pages.live_feed import LiveFeed
@@ -62,7 +62,7 @@ PERSON = PagePerson("admin", admin=True)
 class AdminSessions(CookieSessions):
     """Sessions of those who have shown the admin key; they end when another key is set."""
 
-    def __init__(self, admin_key: str, wall: Clock, *, tls: bool) -> None:
+    def __init__(self, admin_key: str, wall: TimeSource, *, tls: bool) -> None:
         """wall: Unix time. tls: whether browsers come by HTTPS."""
         super().__init__(tls=tls)
         secret = admin_key.encode()
@@ -122,11 +122,11 @@ class ServerView:
 
     def __init__(
         self,
-        router: Router,
+        router: FrontendRouter,
         rows: Callable[[], list[InstanceRow]],
         model: str,
-        wall: Clock,
-        clock: Clock = monotonic,
+        wall: TimeSource,
+        clock: TimeSource = monotonic,
     ) -> None:
         """rows: of all instances, now. wall: Unix time."""
         self._router = router

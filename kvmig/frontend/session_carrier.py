@@ -14,7 +14,7 @@ from typing import Protocol
 from kvmig.asgi.errors import GatewayError, SessionBusy, UnknownSession
 from kvmig.controlplane.front_messages import CarrySessions, SessionsCarried
 from kvmig.controlplane.session_carriage import CachedSession, SessionCarriage, plan_carriages
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.prefix_marks import MARK_TOKENS
 from kvmig.frontend.instances import InstancePool
 from kvmig.frontend.session_memory import RememberedSession, SessionMemory
@@ -43,7 +43,7 @@ class SessionOrders(Protocol):
 class SessionCarrier:
     """The sessions of one front end."""
 
-    def __init__(self, orders: SessionOrders, fleet: InstancePool, clock: Clock) -> None:
+    def __init__(self, orders: SessionOrders, fleet: InstancePool, clock: TimeSource) -> None:
         self._orders = orders
         self._fleet = fleet
         self._clock = clock

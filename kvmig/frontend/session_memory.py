@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from kvmig.asgi.errors import UnknownSession
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.prefix_marks import MARK_TOKENS
 from kvmig.core.tenant_order import TenantOrder
 from kvmig.engines.base import Frames
@@ -66,7 +66,7 @@ class SessionMemory:
     """The sessions that were used last, by owner and id."""
 
     def __init__(
-        self, clock: Clock, most: int = MOST_SESSIONS, most_bytes: int = MOST_BYTES
+        self, clock: TimeSource, most: int = MOST_SESSIONS, most_bytes: int = MOST_BYTES
     ) -> None:
         self._clock = clock
         self._most = most

@@ -37,7 +37,7 @@ from kvmig.controlplane.front_messages import (
     SessionsFound,
 )
 from kvmig.controlplane.messages import Migrated, MoveSession
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import KvmigError, PeerError
 from kvmig.frontend.instances import InstancePool
@@ -80,7 +80,7 @@ class SessionMoves:
         fleet: InstancePool,
         questions: PendingCalls,
         config: ClusterConfig,
-        clock: Clock,
+        clock: TimeSource,
         running: Callable[[], Mapping[int, int | None]],
     ) -> None:
         """running: sessions of which a request runs, or waits, now: the name of each, by owner."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Outputs, OutputSpan
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import Failure, PeerError
 from kvmig.frontend.ports import InstancePort, OutputDecoder, OutputItem, OutputSink, RouterObserver
 from kvmig.frontend.quotas import QuotaClient
@@ -69,7 +69,7 @@ class RequestStreams:
     decode: OutputDecoder
     instances: InstancePort
     observer: RouterObserver
-    clock: Clock
+    clock: TimeSource
     quotas: QuotaClient | None = None
     """Pays for tokens of requests with an allowance."""
     _spreads: dict[str, _Spread] = field(default_factory=dict, init=False)

@@ -14,21 +14,21 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from kvmig.asgi.problems import Responses
-from kvmig.core.api_records import DrainReport, InstanceRow, Listing, ModelBody, RequestRow
+from kvmig.core.api_records import DrainReport, InstanceRow, ModelBody, RequestRow, RowListing
 from kvmig.kvtransfer.report import MigrationReport
 
 INSTANCES, REQUESTS, MIGRATIONS = "Listing_Instance_", "Listing_Request_", "Listing_Migration_"
 MODEL, MIGRATION, DRAIN = "ModelBody", "Migration", "DrainReport"
 _KINDS = (
     ModelBody,
-    Listing[InstanceRow],
-    Listing[RequestRow],
-    Listing[MigrationReport],
+    RowListing[InstanceRow],
+    RowListing[RequestRow],
+    RowListing[MigrationReport],
     DrainReport,
 )
 _NAMES = {
-    "InstanceRow": "Instance", "RequestRow": "Request", "UnitMemory": "OfUnit",
-    "MigrationReport": MIGRATION, "StageReport": "Stage", "Downtime": "DowntimeParts",
+    "RowListing": "Listing", "InstanceRow": "Instance", "RequestRow": "Request",
+    "UnitMemory": "OfUnit", "MigrationReport": MIGRATION, "StageReport": "Stage",
 }  # fmt: skip
 """Class -> the name that clients' code has of it."""
 _REFERENCE = "#/components/schemas/{name}"

@@ -17,7 +17,7 @@ import msgspec
 
 from kvmig.accounts.usage import HAND_OVER, HandOver, UsageRecord, UsageSpool
 from kvmig.core.background import cancel_tasks
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 
 WRITE_S = 1.0
 """Pause between two writes: the counts that a killed front end may lose."""
@@ -51,7 +51,7 @@ class UsageWriter(Generic[Meter]):
     """Writes what a meter counts into its spool, every second; `run` it as a task, then `close`."""
 
     def __init__(
-        self, meter: Meter, path: Path, server: str = "", clock: Clock = monotonic
+        self, meter: Meter, path: Path, server: str = "", clock: TimeSource = monotonic
     ) -> None:
         """server: path of the socket of a server that takes what the disk doesn't; empty: there is
         none."""

@@ -8,7 +8,7 @@ from ctypes import c_int32, c_int64, c_void_p
 from pathlib import Path
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels.api import Device
 
 ABI_VERSION = 4
@@ -73,6 +73,6 @@ def check(status: int) -> None:
     raise KvmigError(f"CUDA error {status - CUDA_ERROR} in the kernel library")
 
 
-def region_table(regions: Sequence[Region]) -> ctypes.Array[CRegion]:
+def region_table(regions: Sequence[BlockRegion]) -> ctypes.Array[CRegion]:
     """[n_regions] in host memory."""
     return (CRegion * len(regions))(*(CRegion(r.base, r.block_stride, r.run) for r in regions))

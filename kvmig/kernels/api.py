@@ -1,7 +1,7 @@
 """What every implementation of the kernels can do; the C ABI (csrc/kvmig.h) in Python's terms.
 
 Arguments are trusted here and addresses are plain integers: callers use the checked functions
-of `copy`. Memory is that of `Kernels.device`; ids and tables are host arrays.
+of `copy`. Memory is that of `CopyKernels.device`; ids and tables are host arrays.
 
 `stream` is a cudaStream_t as an integer (0: the legacy default stream), ignored on the CPU. On
 CUDA a call returns once the work is queued, and `PendingWork` shows when it is done; on the CPU
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 
 Device = Literal["cpu", "cuda"]
 Ids = NDArray[np.int64]
@@ -62,13 +62,13 @@ class BlockCopy(NamedTuple):
     src, dst: as many regions, with equal runs.
     """
 
-    src: Sequence[Region]
-    dst: Sequence[Region]
+    src: Sequence[BlockRegion]
+    dst: Sequence[BlockRegion]
     src_ids: Ids
     dst_ids: Ids
 
 
-class Kernels(Protocol):
+class CopyKernels(Protocol):
     """One implementation on one device."""
 
     @property
@@ -88,7 +88,7 @@ class Kernels(Protocol):
         ...
 
     def checksum(
-        self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
+        self, src: Sequence[BlockRegion], ids: Ids, *, stream: int = 0, workers: int = 0
     ) -> PendingWork:
         """Checksums [n] of blocks `ids` [n]."""
         ...

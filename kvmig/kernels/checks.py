@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels.api import Ids
 
 
@@ -38,13 +38,13 @@ def same_length(src_ids: Ids, dst_ids: Ids) -> None:
         raise ValueError(f"{len(src_ids)} source ids, but {len(dst_ids)} destination ids")
 
 
-def same_runs(src: Sequence[Region], dst: Sequence[Region]) -> None:
+def same_runs(src: Sequence[BlockRegion], dst: Sequence[BlockRegion]) -> None:
     """Blocks of one end must be blocks of the other, run by run."""
     if [region.run for region in src] != [region.run for region in dst]:
         raise ValueError("source and destination differ in their regions' number or runs")
 
 
-def real_memory(regions: Sequence[Region], side: str) -> None:
+def real_memory(regions: Sequence[BlockRegion], side: str) -> None:
     """Addresses and sizes that can be; runs of different blocks must not touch."""
     for number, region in enumerate(regions):
         if region.base <= 0:

@@ -17,23 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels import checks
-from kvmig.kernels.api import BlockCopy, Ids, Kernels, PendingWork
+from kvmig.kernels.api import BlockCopy, CopyKernels, Ids, PendingWork
 from kvmig.kernels.arrays import address_of, memory_of
 from kvmig.kernels.select import kernels
 
 __all__ = ["address_of", "backend", "checksum_fused", "copy_blocks", "start_copy"]
 
 
-def backend() -> Kernels:
+def backend() -> CopyKernels:
     """The kernels for memory of the host. The first call may compile: make it at start."""
     return kernels("cpu")
 
 
 def copy_blocks(
-    src: Sequence[Region],
-    dst: Sequence[Region],
+    src: Sequence[BlockRegion],
+    dst: Sequence[BlockRegion],
     src_ids: Sequence[int],
     dst_ids: Sequence[int],
     src_blocks: int,
@@ -51,9 +51,9 @@ def copy_blocks(
 
 
 def start_copy(
-    by: Kernels,
-    src: Sequence[Region],
-    dst: Sequence[Region],
+    by: CopyKernels,
+    src: Sequence[BlockRegion],
+    dst: Sequence[BlockRegion],
     src_ids: Sequence[int] | Ids,
     dst_ids: Sequence[int] | Ids,
     src_blocks: int,
@@ -76,8 +76,8 @@ def start_copy(
 
 
 def checked(
-    src: Sequence[Region],
-    dst: Sequence[Region],
+    src: Sequence[BlockRegion],
+    dst: Sequence[BlockRegion],
     src_ids: Sequence[int] | Ids,
     dst_ids: Sequence[int] | Ids,
     src_blocks: int,
@@ -105,6 +105,6 @@ def checksum_fused(buffer: Any, block_bytes: int) -> list[int]:
         raise ValueError(f"{memory.nbytes} bytes are no whole number of blocks of {block_bytes}")
     if not memory.nbytes:
         return []
-    region = Region(memory.address, block_bytes, block_bytes)
+    region = BlockRegion(memory.address, block_bytes, block_bytes)
     ids = np.arange(memory.nbytes // block_bytes, dtype=np.int64)
     return kernels(memory.device).checksum([region], ids).wait()

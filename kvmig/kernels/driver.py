@@ -15,7 +15,7 @@ from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
 import numpy as np
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels.api import Ids
 
 LIBRARY = "libcuda.so.1"
@@ -162,9 +162,14 @@ class CudaDriver:
         self.call("cuMemsetD8Async", *zeros)
 
     def copy_blocks(
-        self, src: Sequence[Region], dst: Sequence[Region], src_ids: Ids, dst_ids: Ids, stream: int
+        self,
+        src: Sequence[BlockRegion],
+        dst: Sequence[BlockRegion],
+        src_ids: Ids,
+        dst_ids: Ids,
+        stream: int,
     ) -> None:
-        """Queue `face.Kernels.copy` without checksums on the copy engines, which leave the SMs
+        """Queue `face.CopyKernels.copy` without checksums on the copy engines, which leave the SMs
         alone.
 
         `stream` is not the default one. The blocks may also lie in pinned host memory. Raises
@@ -300,7 +305,7 @@ def _copy(to: int, source: int, nbytes: int, stream: int) -> tuple[object, ...]:
     return c_void_p(to), c_void_p(source), c_size_t(nbytes), c_void_p(stream)
 
 
-def _places(regions: Sequence[Region], ids: Ids) -> Ids:
+def _places(regions: Sequence[BlockRegion], ids: Ids) -> Ids:
     """Addresses of the runs [n, regions]."""
     bases = np.array([region.base for region in regions], np.int64)
     strides = np.array([region.block_stride for region in regions], np.int64)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from kvmig.core.errors import KernelUnavailable
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels import abi, api
 from kvmig.kernels.api import BlockCopy, FinishedWork, Ids, PendingWork
 from kvmig.kernels.call_memory import CallMemoryPool
@@ -45,7 +45,7 @@ def gpu_for(device: api.Device, whose: str) -> int:
 
 
 class GpuKernels:
-    """`face.Kernels` on one GPU; from any thread, each on streams of its own."""
+    """`face.CopyKernels` on one GPU; from any thread, each on streams of its own."""
 
     device: api.Device = "cuda"
 
@@ -86,7 +86,7 @@ class GpuKernels:
         return self._copy(self._launcher.copy_tma, blocks, checksums, stream, workers)
 
     def checksum(
-        self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
+        self, src: Sequence[BlockRegion], ids: Ids, *, stream: int = 0, workers: int = 0
     ) -> PendingWork:
         n = len(ids)
 
@@ -146,5 +146,5 @@ class GpuKernels:
 
 
 @functools.lru_cache(maxsize=256)
-def _regions(regions: tuple[Region, ...]) -> bytes:
+def _regions(regions: tuple[BlockRegion, ...]) -> bytes:
     return bytes(abi.region_table(regions))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from kvmig.core.errors import UnsupportedLayout
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 
 ORDERS = {
     "LBHNC": "LBHNC",
@@ -127,7 +127,7 @@ class CacheGroup:
         return starts
 
 
-def regions(group: CacheGroup) -> tuple[Region, ...]:
+def regions(group: CacheGroup) -> tuple[BlockRegion, ...]:
     """The runs that a block consists of, as long as they can be, in the order of layers."""
     before, inside = group.axes.split("B")
     if group.padding and "L" in inside:
@@ -137,7 +137,7 @@ def regions(group: CacheGroup) -> tuple[Region, ...]:
     for axis in inside:
         run *= sizes[axis]
     stride = group.strides()["B"]
-    return tuple(Region(start, stride, run) for start in group.places(before))
+    return tuple(BlockRegion(start, stride, run) for start in group.places(before))
 
 
 def kv_layout(group: CacheGroup, model: str = "") -> KVLayout:

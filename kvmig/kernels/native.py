@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvmig.core.errors import KernelUnavailable
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels import abi, build
 from kvmig.kernels.api import BlockCopy, Device, FinishedWork, Ids
 
@@ -43,7 +43,7 @@ class NativeKernels:
         return FinishedWork(sums.tolist())
 
     def checksum(
-        self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
+        self, src: Sequence[BlockRegion], ids: Ids, *, stream: int = 0, workers: int = 0
     ) -> FinishedWork:
         sums = np.empty(len(ids), np.uint64)
         status = self._library.kvmig_checksum(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvmig.core.errors import KernelUnavailable
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels.api import BlockCopy, Device, FinishedWork, Ids
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -40,12 +40,12 @@ class ReferenceKernels:
             return FinishedWork(self._sums(dst, dst_ids) if checksums else [])
 
     def checksum(
-        self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
+        self, src: Sequence[BlockRegion], ids: Ids, *, stream: int = 0, workers: int = 0
     ) -> FinishedWork:
         with self._queue(stream):
             return FinishedWork(self._sums(src, ids))
 
-    def _sums(self, regions: Sequence[Region], ids: Ids) -> list[int]:
+    def _sums(self, regions: Sequence[BlockRegion], ids: Ids) -> list[int]:
         """Checksums [n] as csrc/kvmig.h defines them; int64 wraps as uint64 does."""
         total = torch.zeros(len(ids), dtype=torch.int64, device=self.device)
         blocks = torch.from_numpy(ids).to(self.device)
@@ -61,7 +61,7 @@ class ReferenceKernels:
             first += count
         return [value % 2**64 for value in total.tolist()]
 
-    def _runs(self, region: Region, ids: Ids) -> torch.Tensor:
+    def _runs(self, region: BlockRegion, ids: Ids) -> torch.Tensor:
         """The region's memory [largest id + 1, run], not a copy."""
         blocks = int(ids.max()) + 1 if len(ids) else 0
         if not blocks or not region.run:

@@ -1,6 +1,6 @@
 """Which implementation copies on a device: the fastest there is, or the one that is asked for.
 
-Every implementation is a module with `load(device) -> Kernels`, which raises KernelUnavailable
+Every implementation is a module with `load(device) -> CopyKernels`, which raises KernelUnavailable
 where it can't run, and is imported only when its turn has come.
 """
 
@@ -14,8 +14,8 @@ import os
 import numpy as np
 
 from kvmig.core.errors import ConfigError, KernelUnavailable, KvmigError
-from kvmig.core.layout import Region
-from kvmig.kernels.api import BlockCopy, Device, Kernels
+from kvmig.core.layout import BlockRegion
+from kvmig.kernels.api import BlockCopy, CopyKernels, Device
 from kvmig.kernels.driver import CudaDriver, current_device
 from kvmig.kernels.gpu import GpuKernels
 
@@ -37,7 +37,7 @@ ORDER: dict[Device, tuple[str, ...]] = {
 log = logging.getLogger(__name__)
 
 
-def kernels(device: Device) -> Kernels:
+def kernels(device: Device) -> CopyKernels:
     """The kernels for memory of `device`; the first call may compile, so make it at start.
 
     $KVMIG_KERNELS forces one of MODULES wherever it can be: one of the GPU only leaves memory of
@@ -56,7 +56,7 @@ def _gpu(device: Device) -> int:
 
 
 @functools.cache
-def _chosen(device: Device, forced: str, gpu: int) -> Kernels:
+def _chosen(device: Device, forced: str, gpu: int) -> CopyKernels:
     if not forced:
         return _fastest(device)
     if forced not in MODULES:
@@ -70,7 +70,7 @@ def _chosen(device: Device, forced: str, gpu: int) -> Kernels:
         raise KernelUnavailable(f"{VARIABLE}={forced}: {error}") from error
 
 
-def _fastest(device: Device) -> Kernels:
+def _fastest(device: Device) -> CopyKernels:
     *fast, last = ORDER[device]
     reasons: list[str] = []
     for name in fast:
@@ -82,24 +82,25 @@ def _fastest(device: Device) -> Kernels:
     return load(last, device)
 
 
-def load(name: str, device: Device) -> Kernels:
+def load(name: str, device: Device) -> CopyKernels:
     """The implementation of that name. Raises KernelUnavailable if it can't run here."""
     try:
         module = importlib.import_module(MODULES[name])
     except ImportError as error:
         raise KernelUnavailable(f"{name} can't be imported: {error}") from error
-    loaded: Kernels = module.load(device)
+    loaded: CopyKernels = module.load(device)
     if device == "cuda":
         _try_out(loaded)
     return loaded
 
 
-def _try_out(kernels: Kernels) -> None:
+def _try_out(kernels: CopyKernels) -> None:
     """Launch each kernel once: what is compiled, made or refused at its first use is so now."""
     gpu, ids = CudaDriver(current_device()), np.zeros(1, np.int64)
     memory = gpu.allocate(2 * TRIAL_BYTES)
     here, there = (
-        [Region(address, TRIAL_BYTES, TRIAL_BYTES)] for address in (memory, memory + TRIAL_BYTES)
+        [BlockRegion(address, TRIAL_BYTES, TRIAL_BYTES)]
+        for address in (memory, memory + TRIAL_BYTES)
     )
     blocks = BlockCopy(here, there, ids, ids)
     try:

@@ -14,7 +14,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from kvmig.core.errors import KernelUnavailable
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels import triton_copy
 from kvmig.kernels.api import BlockCopy, Device, FinishedWork, Ids, PendingWork
 from kvmig.kernels.triton_launch import TritonLauncher, alignment, power_of_two
@@ -32,7 +32,7 @@ UNITS = {16: tl.uint64, 8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
 
 
 class TritonKernels:
-    """`face.Kernels`. Raises KernelUnavailable where Triton has nothing to run on."""
+    """`face.CopyKernels`. Raises KernelUnavailable where Triton has nothing to run on."""
 
     name = "triton"
 
@@ -53,20 +53,20 @@ class TritonKernels:
     def copy(
         self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
     ) -> PendingWork:
-        """See `face.Kernels`."""
+        """See `face.CopyKernels`."""
         src, dst, *ids = blocks
         return self._copy(src, dst, ids, True, checksums, stream, workers)
 
     def checksum(
-        self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
+        self, src: Sequence[BlockRegion], ids: Ids, *, stream: int = 0, workers: int = 0
     ) -> PendingWork:
-        """See `face.Kernels`."""
+        """See `face.CopyKernels`."""
         return self._copy(src, src, (ids,), False, True, stream, workers)
 
     def _copy(
         self,
-        src: Sequence[Region],
-        dst: Sequence[Region],
+        src: Sequence[BlockRegion],
+        dst: Sequence[BlockRegion],
         ids: Sequence[Ids],
         writes: bool,
         checksums: bool,
@@ -99,7 +99,7 @@ class TritonKernels:
             return self._launcher.pending(sums if checksums else None)
 
 
-def _region_table(src: Sequence[Region], dst: Sequence[Region]) -> NDArray[np.int64]:
+def _region_table(src: Sequence[BlockRegion], dst: Sequence[BlockRegion]) -> NDArray[np.int64]:
     """[n_regions, triton_copy.COLUMNS]."""
     rows: list[tuple[int, ...]] = []
     first_word = 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import MigrationConfig
 from kvmig.engines.base import Engine
 from kvmig.kvtransfer.bandwidth import BandwidthThrottle
@@ -81,7 +81,7 @@ class SourceContext:
     config: MigrationConfig
     stagings: Mapping[str, StagingPool]
     """Staging buffers by transport's name, the best first; all are offered."""
-    clock: Clock = monotonic
+    clock: TimeSource = monotonic
     places: asyncio.Semaphore = field(init=False)
     """Places for as many migrations as may go at once."""
     throttle: BandwidthThrottle = field(init=False)

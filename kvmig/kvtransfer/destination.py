@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import MigrationRefused, PeerError, TransportError
-from kvmig.engines.base import HOLE, CameBlocks, Engine, Export, Tail, device_ms_of
+from kvmig.engines.base import HOLE, CameBlocks, Engine, RequestExport, RequestTail, device_ms_of
 from kvmig.engines.identity import difference
 from kvmig.kvtransfer.context import LlumletPort
 from kvmig.kvtransfer.destination_machine import (
@@ -48,7 +48,7 @@ class DestinationContext:
     engine: Engine
     config: MigrationConfig
     inboxes: InboxCache
-    clock: Clock = monotonic
+    clock: TimeSource = monotonic
     unstepped: dict[str, DestinationSession] = field(default_factory=dict)
     """Committed requests whose first step here has not ended."""
 
@@ -183,7 +183,7 @@ class DestinationSession(MigrationSession[Event, Action]):
                 self._answer(message)
         return []
 
-    async def _open(self, export: Export) -> list[Action]:
+    async def _open(self, export: RequestExport) -> list[Action]:
         """Reserve blocks for the request, and take the first transport that works here."""
         opening, engine = self.opening, self._engine
         ours = engine.layout.fingerprint
@@ -224,7 +224,7 @@ class DestinationSession(MigrationSession[Event, Action]):
             fused = await self._inbox.receive(chunk, self._payload[0] if self._payload else None)
         return CameBlocks(chunk.first, block_ids, fused, chunk.checksums)
 
-    async def _commit(self, tail: Tail, last: CameBlocks | None) -> list[Action]:
+    async def _commit(self, tail: RequestTail, last: CameBlocks | None) -> list[Action]:
         """Run the request. Raises MigrationRefused if the host or the engine refuses."""
         context, request_id, opening = self._context, self.request_id, self.opening
         began = context.clock()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import ClassVar
 
-from kvmig.engines.base import Export, Tail
+from kvmig.engines.base import RequestExport, RequestTail
 from kvmig.kvtransfer.machine import StateMachine, Table
 from kvmig.kvtransfer.messages import (
     Abort,
@@ -33,7 +33,7 @@ from kvmig.rpc.messages import RpcMessage
 class ReserveBlocks:
     """Ask the engine for blocks: for a new request (`export`), or more for it."""
 
-    export: Export | None
+    export: RequestExport | None
     num_tokens: int
     last: bool = False
     """The pause comes next: have the engine prepare, too."""
@@ -50,7 +50,7 @@ class ScatterChunk:
 class RunRequest:
     """Commit in the engine; `last` are blocks that come along."""
 
-    tail: Tail
+    tail: RequestTail
     last: Chunk | None = None
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
-from kvmig.engines.base import Cadence, Export, Tail
+from kvmig.engines.base import RequestExport, RequestTail, StepCadence
 from kvmig.rpc.messages import Hello, RpcMessage
 
 
-class Offer(msgspec.Struct, frozen=True):
+class TransportOffer(msgspec.Struct, frozen=True):
     """A transport that the source can use, with what the destination needs to try it."""
 
     transport: str
@@ -23,7 +23,7 @@ class Offer(msgspec.Struct, frozen=True):
 class Reserve(RpcMessage, frozen=True, tag=True):
     """Source: reserve blocks before stage `stage`. Stage 0 brings the offers and the request.
 
-    `Export.payload` is the message's payload, not in here.
+    `RequestExport.payload` is the message's payload, not in here.
     """
 
     mid: str
@@ -31,7 +31,7 @@ class Reserve(RpcMessage, frozen=True, tag=True):
     epoch: int
     stage: int
     num_tokens: int
-    export: Export | None = None
+    export: RequestExport | None = None
     gateway: str = ""
     """The front end that owns the stream."""
     output_tokens: int = 0
@@ -41,7 +41,7 @@ class Reserve(RpcMessage, frozen=True, tag=True):
     """The source's numerics class: must agree, too, unless `inexact`."""
     inexact: bool = False
     """The request may go on where logits round differently."""
-    offers: list[Offer] = msgspec.field(default_factory=list)
+    offers: list[TransportOffer] = msgspec.field(default_factory=list)
     last: bool = False
     """The pause comes next: be ready."""
 
@@ -55,7 +55,7 @@ class Reserved(RpcMessage, frozen=True, tag=True):
     transport: str
     token: str = ""
     """What the source needs to push into the destination's buffers (stage 0 only)."""
-    cadence: Cadence = Cadence(0.0, 0.0)
+    cadence: StepCadence = StepCadence(0.0, 0.0)
     """The steps of the destination's engine, when it answered."""
     can_hold: bool = False
     """Whether the destination takes Expect."""
@@ -122,7 +122,7 @@ class Commit(RpcMessage, frozen=True, tag=True):
     mid: str
     request_id: str
     epoch: int
-    tail: Tail
+    tail: RequestTail
     blocks: int
     """Blocks of the request that must have come, those of the prefix hit included."""
     last: Chunk | None = None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from kvmig.engines.base import Cadence, Tail
+from kvmig.engines.base import RequestTail, StepCadence
 from kvmig.engines.steps import limit_s
 from kvmig.kvtransfer.copying import BlockSender, ChunkBatcher
 from kvmig.kvtransfer.mailbox import EventMailbox
@@ -65,23 +65,25 @@ def spread(pause_ms: float, step_ms: float, share: float) -> PauseSpread | None:
     return PauseSpread(min(pause_ms, steps * stretch_ms), stretch_ms, steps)
 
 
-def rest_ms(cadence: Cadence) -> float:
+def rest_ms(cadence: StepCadence) -> float:
     """How long the step that runs now still takes."""
     return cadence.step_ms - cadence.since_ms % cadence.step_ms
 
 
-def drain_ms(here: Cadence) -> float:
+def drain_ms(here: StepCadence) -> float:
     """How long a request whose suspension is asked for now is in a step: the one that runs, and the
     next one, where that is launched already."""
     return rest_ms(here) + (here.step_ms if here.launch_ms else 0.0)
 
 
-def due_ms(here: Cadence, lead_ms: float) -> float:
+def due_ms(here: StepCadence, lead_ms: float) -> float:
     """When a request whose suspension is asked for now reaches the destination's engine."""
     return lead_ms + (drain_ms(here) if here.step_ms else 0.0)
 
 
-def put_off_ms(here: Cadence, there: Cadence, lead_ms: float, can_hold: bool = False) -> float:
+def put_off_ms(
+    here: StepCadence, there: StepCadence, lead_ms: float, can_hold: bool = False
+) -> float:
     """How long to let the request decode on; 0: ask for its suspension now, which happens when the
     step that runs here ends. Only that step is foreseen: of later ones too little is known.
 
@@ -106,7 +108,7 @@ def put_off_ms(here: Cadence, there: Cadence, lead_ms: float, can_hold: bool = F
     return rest_ms(here) + LATER * here.step_ms
 
 
-def spare_ms(here: Cadence) -> float:
+def spare_ms(here: StepCadence) -> float:
     """How long a suspension that is to happen when the present step ends needn't be asked for."""
     if not here.step_ms or not here.launch_ms:
         return 0.0
@@ -135,7 +137,7 @@ class MigrationPause:
         """When the last question was sent, by the clock of time-outs."""
         self._unanswered = 0
         """Questions to the destination that are on their way, or in its engine."""
-        self._destination_cadence = Cadence(0.0, 0.0)
+        self._destination_cadence = StepCadence(0.0, 0.0)
         self._can_hold = False
         self._cadence_at = 0.0
         # What is measured of the pause, for those that come after it.
@@ -233,7 +235,7 @@ class MigrationPause:
 
     # -- the pause itself
 
-    async def suspend(self, sent: int, blocks: BlockSender | None, decoding: bool) -> Tail:
+    async def suspend(self, sent: int, blocks: BlockSender | None, decoding: bool) -> RequestTail:
         """Take the request out of the batch, after the `sent` blocks that were sent.
 
         blocks: holds a slot for the tail, so that no chunks of others stand in the pause; decoding:
@@ -259,7 +261,9 @@ class MigrationPause:
         self._timeline.mark("tail copy")
         self._suspended_at = self._context.clock()
 
-    async def send_tail(self, stage: int, first: int, tail: Tail, blocks: BlockSender) -> None:
+    async def send_tail(
+        self, stage: int, first: int, tail: RequestTail, blocks: BlockSender
+    ) -> None:
         """Send the blocks after the `first` ones, and Commit: with it, if they are gathered."""
         self._timeline.tail_blocks = len(tail.block_ids)
         self._timeline.output_tokens = tail.num_output_tokens

@@ -98,7 +98,7 @@ class StageReport(msgspec.Struct, frozen=True):
     ] = None
 
 
-class Downtime(msgspec.Struct, frozen=True):
+class DowntimeParts(msgspec.Struct, frozen=True):
     """The pause in named parts, milliseconds, one after the other."""
 
     drain: Annotated[
@@ -166,7 +166,7 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     total_ms: float = 0.0
     downtime_ms: Annotated[
-        Downtime | None, Meta(description="null when the request was never suspended.")
+        DowntimeParts | None, Meta(description="null when the request was never suspended.")
     ] = None
     commit_engine_ms: Annotated[
         float | None,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from kvmig.core.errors import MigrationRefused, PeerError, TransportError
-from kvmig.engines.base import Export, Stage, Tail, too_large
+from kvmig.engines.base import RequestExport, RequestTail, StagedBlocks, too_large
 from kvmig.kvtransfer.copying import BlockSender, ChunkBatcher
 from kvmig.kvtransfer.mailbox import CancelMigration, PeerLost
 from kvmig.kvtransfer.messages import (
@@ -93,7 +93,7 @@ class SourceSession(MigrationSession[Event, Action]):
         self._admit = admit
         self._timeline = MigrationTimeline(move, context.clock)
         self.pause = MigrationPause(move, batcher, self._mailbox, self._timeline)
-        self._export: Export | None = None
+        self._export: RequestExport | None = None
         self._sender: BlockSender | None = None
         self._first_token: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
 
@@ -260,12 +260,12 @@ class SourceSession(MigrationSession[Event, Action]):
         self._batcher.send(message, export.payload if export and message.export else ())
         return await self._answer()
 
-    async def _follow_prompt(self, sent: int, most_tokens: int) -> Stage | Tail:
+    async def _follow_prompt(self, sent: int, most_tokens: int) -> StagedBlocks | RequestTail:
         self._mailbox.read()
         self.pause.keep_lease()
         async with self._in_time():
             found = await self._engine.follow_prompt(self.move.request_id, sent, most_tokens)
-        if isinstance(found, Tail):
+        if isinstance(found, RequestTail):
             self.pause.record_suspended()
         return found
 

@@ -65,7 +65,7 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from kvmig.engines.base import Stage, Tail
+from kvmig.engines.base import RequestTail, StagedBlocks
 from kvmig.kvtransfer.machine import StateMachine, Table
 from kvmig.kvtransfer.messages import Aborted, Committed, Refused, Reserved
 
@@ -123,7 +123,7 @@ class SendTail:
     """Gather and send the tail, and Commit right behind."""
 
     first: int
-    tail: Tail
+    tail: RequestTail
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +282,8 @@ class SourceMachine(StateMachine):
         idle: bool = False,
     ) -> None:
         """max_stages: live stages, then the tail is what is left; questions: see `QUESTIONS`;
-        after_prompt: whether the prompt is computed here to its end; idle: see `Export.idle`."""
+        after_prompt: whether the prompt is computed here to its end; idle: see
+        `RequestExport.idle`."""
         super().__init__(key, SourceState.EXPORTING)
         self._max_stages = max_stages
         self._after_prompt = after_prompt
@@ -293,7 +294,7 @@ class SourceMachine(StateMachine):
         self._questions = 0 if idle else questions
         self._idle = idle
         self._commits = 0
-        self._plan = Stage([], 0)
+        self._plan = StagedBlocks([], 0)
         self.stage = 0
         """The stage of the last Reserve."""
         self.sent = 0
@@ -373,7 +374,7 @@ class SourceMachine(StateMachine):
             return [CopyStage(self.stage, self.sent, tuple(plan.block_ids), tuple(plan.places))]
         return [SuspendRequest(self.sent)]
 
-    def checked(self, plan: Stage) -> list[Action]:
+    def checked(self, plan: StagedBlocks) -> list[Action]:
         """The request is as it was; `plan` names the blocks that are new."""
         if self._after_prompt and not plan.decoding:
             return self._copy_chunk(plan)
@@ -401,9 +402,9 @@ class SourceMachine(StateMachine):
             return [self._follow()]
         return [CheckRequest(self.sent)]
 
-    def followed(self, found: Stage | Tail) -> list[Action]:
+    def followed(self, found: StagedBlocks | RequestTail) -> list[Action]:
         """The next chunk of the prompt is computed, or all of it: then the request is suspended."""
-        if isinstance(found, Tail):
+        if isinstance(found, RequestTail):
             self.apply_event(SourceTransition.COMPUTED)
             self._plan = replace(self._plan, decoding=True)
             return [SendTail(self.sent, found)]
@@ -412,7 +413,7 @@ class SourceMachine(StateMachine):
         self.apply_event(SourceTransition.COMPUTING)
         return [self._follow()]
 
-    def _copy_chunk(self, plan: Stage) -> list[Action]:
+    def _copy_chunk(self, plan: StagedBlocks) -> list[Action]:
         """A stage of a prompt. There is room for all of it from the first one on."""
         self.apply_event(SourceTransition.MORE)
         self._plan = replace(plan, num_tokens=max(plan.num_tokens, self._tokens))
@@ -423,7 +424,7 @@ class SourceMachine(StateMachine):
     def _follow(self) -> FollowPrompt:
         return FollowPrompt(self.sent, self._plan.num_tokens + 1)
 
-    def suspended(self, tail: Tail) -> list[Action]:
+    def suspended(self, tail: RequestTail) -> list[Action]:
         """The request runs nowhere from here on."""
         if self.waits and tail.block_ids:
             return self.failed("started", "it waited, and began to run before it was suspended")
@@ -431,7 +432,7 @@ class SourceMachine(StateMachine):
         return [SendTail(self.sent, tail)]
 
     def commit_sent(self) -> list[Action]:
-        """Tail and Commit are on their way: the point of no return."""
+        """The tail and Commit are on their way: the point of no return."""
         self.apply_event(SourceTransition.COMMIT_SENT)
         self._commits = 1
         return []

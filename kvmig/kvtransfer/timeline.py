@@ -8,10 +8,10 @@ from typing import Literal
 
 import msgspec
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.kvtransfer.report import (
     ChunkTimes,
-    Downtime,
+    DowntimeParts,
     MigrationReport,
     StageParts,
     StageReport,
@@ -39,13 +39,13 @@ class MigrationSpec(msgspec.Struct, frozen=True, kw_only=True):
     after_prompt: bool = False
     """The request's prompt is computed to its end before the request goes."""
     idle: bool = False
-    """A session without a request: see `Export.idle`."""
+    """A session without a request: see `RequestExport.idle`."""
 
 
 class MigrationTimeline:
     """Stages and the pause of one migration, on one clock."""
 
-    def __init__(self, move: MigrationSpec, clock: Clock) -> None:
+    def __init__(self, move: MigrationSpec, clock: TimeSource) -> None:
         self._move = move
         self._clock = clock
         self._began = clock()
@@ -82,13 +82,13 @@ class MigrationTimeline:
         if self._marks:
             self.mark("end")
 
-    def downtime(self, first_token: float | None = None) -> Downtime | None:
+    def downtime(self, first_token: float | None = None) -> DowntimeParts | None:
         """The pause in parts; None when there was none."""
         if len(self._marks) < 2:
             return None
         ms = {part: (end - begin) * 1e3 for (part, begin), (_, end) in pairwise(self._marks)}
         began_ms = (self._marks[0][1] - self._began) * 1e3
-        return Downtime(
+        return DowntimeParts(
             ms["drain"], ms.get("tail copy", 0.0), ms.get("commit", 0.0), first_token, began_ms
         )
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.errors import ConfigError
 from kvmig.launcher.agent_origin import AgentOrigin, FolderHolder
 from kvmig.launcher.node_files import (
@@ -59,7 +59,7 @@ class NodeFolders:
     """Several threads may call its methods."""
 
     def __init__(
-        self, environment: Mapping[str, str] = os.environ, clock: Clock = monotonic
+        self, environment: Mapping[str, str] = os.environ, clock: TimeSource = monotonic
     ) -> None:
         """environment: the node's."""
         self._own = environment.get(FILES_VARIABLE, "")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.core.killed import kill_and_wait
 from kvmig.launcher.node_files import WantedUnit
@@ -100,7 +100,7 @@ def pause_after(deaths: int) -> float:
 class UnitProcess:
     """The agent of one unit; another one each time that it ends."""
 
-    def __init__(self, wanted: WantedUnit, address: str, clock: Clock) -> None:
+    def __init__(self, wanted: WantedUnit, address: str, clock: TimeSource) -> None:
         self.wanted = wanted
         self.gpu = ""
         """UUID of its GPU; empty: its instances run on CPUs."""
@@ -196,7 +196,7 @@ class NodeUnits:
     def __init__(
         self,
         node: str,
-        clock: Clock = time.monotonic,
+        clock: TimeSource = time.monotonic,
         look: Callable[[str], UnitState] = state_of,
         gpus: UnitGpus | None = None,
     ) -> None:

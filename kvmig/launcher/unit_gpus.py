@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import StartupError
 
 PATIENCE_S = 30.0
@@ -90,7 +90,7 @@ def assign_gpus(
 class UnitGpus:
     """Call its methods from one thread at a time, once a second: none of them waits."""
 
-    def __init__(self, source: HolderSource, clock: Clock) -> None:
+    def __init__(self, source: HolderSource, clock: TimeSource) -> None:
         """source: of the node."""
         self._source = source
         self._clock = clock

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 from kvmig.core.background import cancel_tasks
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.mirror.addresses import FileAddress, ListAddress, address_of, is_plain
 from kvmig.mirror.blob_folder import is_digest
 from kvmig.mirror.errors import ContentRejected, DiskRefusal, HubRefusal, PlaceGone
@@ -61,7 +61,7 @@ class MirrorApp:
     """The ASGI application."""
 
     def __init__(
-        self, mirror: HubMirror, holders: HolderBook, own: str, secret: str, clock: Clock
+        self, mirror: HubMirror, holders: HolderBook, own: str, secret: str, clock: TimeSource
     ) -> None:
         """own: the address under which other mirrors reach this one. secret: of the cluster."""
         self._mirror = mirror

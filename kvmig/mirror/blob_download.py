@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import KvmigError
 from kvmig.mirror.blob_folder import BlobFolder
 from kvmig.mirror.errors import ContentRejected, DiskRefusal, HubRefusal, PlaceGone, PlaceTooSlow
@@ -71,8 +71,8 @@ class BlobDownload:
         wanted: RemoteFile,
         folder: BlobFolder,
         places: ContentPlaces,
-        clock: Clock,
-        wall: Clock,
+        clock: TimeSource,
+        wall: TimeSource,
     ) -> None:
         """wanted: its name is its tag. wall: Unix time."""
         self.wanted = wanted

@@ -11,7 +11,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.mirror.addresses import FileAddress, ListAddress
 from kvmig.mirror.blob_download import OpenedContent
 from kvmig.mirror.blob_folder import is_digest
@@ -34,7 +34,7 @@ XET = "xetHash"
 class HubClient:
     """Calls one hub; `close` it."""
 
-    def __init__(self, endpoint: str, wall: Clock) -> None:
+    def __init__(self, endpoint: str, wall: TimeSource) -> None:
         """wall: Unix time."""
         self.endpoint = endpoint.rstrip("/")
         self._wall = wall

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from kvmig.core.background import BackgroundTasks, cancel_tasks
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.mirror.addresses import FileAddress, ListAddress
 from kvmig.mirror.blob_download import BUSY, PIECE_BYTES, BlobDownload
 from kvmig.mirror.blob_folder import BlobFolder
@@ -74,8 +74,8 @@ class HubMirror:
         folder: BlobFolder,
         peers: PeerClient | None,
         metrics: MirrorMetrics,
-        clock: Clock,
-        wall: Clock,
+        clock: TimeSource,
+        wall: TimeSource,
     ) -> None:
         """wall: Unix time."""
         self.hub = hub

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.mirror.blob_download import OpenedContent
 from kvmig.mirror.hub_client import first_byte, gone
 from kvmig.mirror.peers import HolderBook, PeerBook
@@ -24,7 +24,7 @@ READ_S = 70.0
 class PeerClient:
     """`close` it."""
 
-    def __init__(self, book: PeerBook, holders: HolderBook, word: str, clock: Clock) -> None:
+    def __init__(self, book: PeerBook, holders: HolderBook, word: str, clock: TimeSource) -> None:
         """word: what only mirrors of the cluster know."""
         self._book = book
         self._holders = holders

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import msgspec
 
 from kvmig.core.background import cancel_tasks, keep_running
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.errors import KvmigError
 from kvmig.core.live_records import LiveFleet
 from kvmig.pages.picture import LivePicture, PictureChange, change_of, picture_of
@@ -39,7 +39,9 @@ Look = Callable[[], Awaitable[LiveFleet]]
 class LiveFeed:
     """The live picture of all open pages; make it inside a running event loop, `close` it."""
 
-    def __init__(self, look: Look, pause_s: float = PICTURE_S, wall: Clock = time.time) -> None:
+    def __init__(
+        self, look: Look, pause_s: float = PICTURE_S, wall: TimeSource = time.time
+    ) -> None:
         """look: what runs now. Raises KvmigError. wall: Unix time."""
         self._look = look
         self._pause_s = pause_s

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from http import HTTPStatus
 from typing import Generic, NamedTuple, TypeVar
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.pages.api_calls import CALL_S, ApiRefusal
 
 ONCE = "once"
@@ -40,7 +40,7 @@ class SentForm(NamedTuple, Generic[Answer]):
 class SentForms(Generic[Answer]):
     """The forms that were sent to this process."""
 
-    def __init__(self, clock: Clock = monotonic) -> None:
+    def __init__(self, clock: TimeSource = monotonic) -> None:
         self._clock = clock
         self._process = secrets.token_hex(8)
         self._sent: dict[bytes, SentForm[Answer] | float] = {}

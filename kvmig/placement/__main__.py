@@ -11,10 +11,10 @@ from pathlib import Path
 
 from kvmig.core.errors import ConfigError
 from kvmig.placement.dedicated import replicas, spatial
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.file import (
     PlacedUnit,
-    Placement,
+    UnitPlacement,
     placement_of,
     plan_of,
     read,
@@ -38,25 +38,25 @@ from kvmig.placement.told import way_to_text, worth_to_text
 from kvmig.placement.way import estimated_leases, estimated_rates, on_units, way_between
 from kvmig.placement.worth import worth
 
-Method = Callable[[Estimator, Plan | None], Plan | UnplacedMember]
+Method = Callable[[PlanEstimator, Plan | None], Plan | UnplacedMember]
 """A method of placement, given the present plan, whose units stay as they are cut, or None."""
 
 
-def _whole(estimator: Estimator) -> list[PlacedInstance]:
+def _whole(estimator: PlanEstimator) -> list[PlacedInstance]:
     return [PlacedInstance(at, one.rate) for at, one in enumerate(estimator.models)]
 
 
-def _kvmig(estimator: Estimator, now: Plan | None) -> Plan | UnplacedMember:
+def _kvmig(estimator: PlanEstimator, now: Plan | None) -> Plan | UnplacedMember:
     return search(estimator, now=now)
 
 
-def _muxserve(estimator: Estimator, now: Plan | None) -> Plan | UnplacedMember:
+def _muxserve(estimator: PlanEstimator, now: Plan | None) -> Plan | UnplacedMember:
     if now is not None:
         return place(estimator, _whole(estimator), _cut(now))
     return best_of_groups(estimator, _whole(estimator))
 
 
-def _memory(estimator: Estimator, now: Plan | None) -> Plan | UnplacedMember:
+def _memory(estimator: PlanEstimator, now: Plan | None) -> Plan | UnplacedMember:
     cluster = estimator.cluster
     cuts = groups(cluster.nodes, cluster.gpus) if now is None else [_cut(now)]
     found = [place_by_memory(estimator, _whole(estimator), one) for one in cuts]
@@ -68,8 +68,8 @@ def _cut(now: Plan) -> Group:
     return tuple(sorted((one.gpus for one in now), reverse=True))
 
 
-def _recut(choose: Callable[[Estimator], Plan | UnplacedMember]) -> Method:
-    def method(estimator: Estimator, now: Plan | None) -> Plan | UnplacedMember:
+def _recut(choose: Callable[[PlanEstimator], Plan | UnplacedMember]) -> Method:
+    def method(estimator: PlanEstimator, now: Plan | None) -> Plan | UnplacedMember:
         if now is not None:
             raise ConfigError(
                 "--method divides the GPUs into other units, must be kvmig or muxserve or "
@@ -114,7 +114,7 @@ def _lines(args: argparse.Namespace) -> Iterable[str]:
     cluster = cluster_of(args.cluster)
     models = _models(args.models)
     check(models, cluster)
-    estimator = Estimator(models, cluster, args.objective)
+    estimator = PlanEstimator(models, cluster, args.objective)
     if args.before is None:
         found = placed(estimator, args.method)
         after = placement_of(estimator, found)
@@ -184,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def placed(estimator: Estimator, method: str, now: Plan | None = None) -> Plan:
+def placed(estimator: PlanEstimator, method: str, now: Plan | None = None) -> Plan:
     """The plan by a method's name. Raises ConfigError with what is missing."""
     found = METHODS[method](estimator, now)
     if not isinstance(found, UnplacedMember):
@@ -201,7 +201,7 @@ def placed(estimator: Estimator, method: str, now: Plan | None = None) -> Plan:
 
 
 def to_text(
-    estimator: Estimator, plan: Plan, places: Sequence[tuple[int, Sequence[int]]] | None = None
+    estimator: PlanEstimator, plan: Plan, places: Sequence[tuple[int, Sequence[int]]] | None = None
 ) -> str:
     """What is printed: the units, what each is expected to do, and why not the next best.
 
@@ -226,7 +226,7 @@ def to_text(
     return "\n".join(lines)
 
 
-def _summary(estimator: Estimator, plan: Plan) -> str:
+def _summary(estimator: PlanEstimator, plan: Plan) -> str:
     served = sum(one.throughput for unit in plan for one in estimator.unit(unit) or ())
     offered = sum(one.rate for one in estimator.models)
     weighted = sum(
@@ -242,7 +242,7 @@ def _summary(estimator: Estimator, plan: Plan) -> str:
     )
 
 
-def _why(estimator: Estimator, plan: Plan, number: int) -> str:
+def _why(estimator: PlanEstimator, plan: Plan, number: int) -> str:
     found = next_best(estimator, plan, number)
     if found is None:
         return "no other place: no other unit has room for any of them"
@@ -264,8 +264,12 @@ def _span(gpus: Sequence[int]) -> str:
 
 
 def _moves(
-    args: argparse.Namespace, estimator: Estimator, before: Placement, now: Plan, found: Plan
-) -> tuple[Placement, list[PlacedUnit], str]:
+    args: argparse.Namespace,
+    estimator: PlanEstimator,
+    before: UnitPlacement,
+    now: Plan,
+    found: Plan,
+) -> tuple[UnitPlacement, list[PlacedUnit], str]:
     """The new placement on the units that there are; which of them each of the plan's units is;
     and what is printed about the way there."""
     device = estimator.cluster.device

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.greedy import UnplacedMember
 from kvmig.placement.meshes import packs
 from kvmig.placement.problem import GpuUnit, PlacedInstance, Plan, floor_bytes, ordered
 
 
-def spatial(estimator: Estimator) -> Plan | UnplacedMember:
+def spatial(estimator: PlanEstimator) -> Plan | UnplacedMember:
     """One unit a model; who gains most a GPU gets twice as many GPUs, while some are left."""
     return _grown(
         estimator,
@@ -21,7 +21,7 @@ def spatial(estimator: Estimator) -> Plan | UnplacedMember:
     )
 
 
-def replicas(estimator: Estimator) -> Plan | UnplacedMember:
+def replicas(estimator: PlanEstimator) -> Plan | UnplacedMember:
     """Put each model on as few GPUs as it runs on; the one that gains most gets one more
     instance."""
     models = range(len(estimator.models))
@@ -29,7 +29,7 @@ def replicas(estimator: Estimator) -> Plan | UnplacedMember:
 
 
 def _grown(
-    estimator: Estimator, options: Callable[[list[GpuUnit]], list[list[GpuUnit]]]
+    estimator: PlanEstimator, options: Callable[[list[GpuUnit]], list[list[GpuUnit]]]
 ) -> Plan | UnplacedMember:
     """The smallest units, replaced by the best of their options as long as one gains."""
     units = _smallest(estimator)
@@ -41,7 +41,7 @@ def _grown(
     return units
 
 
-def _one_more(estimator: Estimator, units: list[GpuUnit], llm: int) -> list[GpuUnit]:
+def _one_more(estimator: PlanEstimator, units: list[GpuUnit], llm: int) -> list[GpuUnit]:
     """One more instance of a model, whose rate is shared equally among its instances."""
     (gpus, *others) = [one.gpus for one in units if one.members[0].llm == llm]
     rate = estimator.models[llm].rate / (2 + len(others))
@@ -49,7 +49,7 @@ def _one_more(estimator: Estimator, units: list[GpuUnit], llm: int) -> list[GpuU
     return [*rest, *[GpuUnit(gpus, (PlacedInstance(llm, rate),))] * (2 + len(others))]
 
 
-def _smallest(estimator: Estimator) -> list[GpuUnit] | UnplacedMember:
+def _smallest(estimator: PlanEstimator) -> list[GpuUnit] | UnplacedMember:
     cluster, units = estimator.cluster, list[GpuUnit]()
     for index, llm in enumerate(estimator.models):
         sizes = cluster.device.models[llm.model].sizes
@@ -62,7 +62,7 @@ def _smallest(estimator: Estimator) -> list[GpuUnit] | UnplacedMember:
 
 
 def _best(
-    estimator: Estimator, now: list[GpuUnit], options: list[list[GpuUnit]]
+    estimator: PlanEstimator, now: list[GpuUnit], options: list[list[GpuUnit]]
 ) -> list[GpuUnit] | None:
     """The option with the most gain a GPU; None: none gains, or there is no room."""
     cluster = estimator.cluster

@@ -74,7 +74,7 @@ class _Line(NamedTuple):
     d1: float
 
 
-class Estimator:
+class PlanEstimator:
     """Remembers what it computed: the search asks for the same units again and again."""
 
     def __init__(

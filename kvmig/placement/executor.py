@@ -28,7 +28,7 @@ from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.core.order_fence import PROGRAM_TOKEN, TOKEN_HEADER
 from kvmig.core.secret import ADMIN_KEY
-from kvmig.placement.file import Placement, read
+from kvmig.placement.file import UnitPlacement, read
 from kvmig.placement.learned import LearnedMigration, as_many_as, drains, mean, requests_s, step_s
 from kvmig.placement.moves import Leases, PlanRefused, PlanStep, PlanWave, Slot, placed, plan
 from kvmig.placement.observed import ObservedPlacement, check, leaving, observed, unfinished
@@ -215,7 +215,7 @@ class PlacementExecutor:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: UnitPlacement,
         deployments: Mapping[str, DeploymentClient],
         settings: ExecutorSettings,
         tell: Callable[[str], None],

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from kvmig.core.errors import ConfigError
-from kvmig.placement.estimator import OVERBOOKED, Estimator
+from kvmig.placement.estimator import OVERBOOKED, PlanEstimator
 from kvmig.placement.moves import GIB, ModelNeeds, MoveUnit, PlacedLease, PlacementSite, Slot
 from kvmig.placement.problem import GpuUnit as PlannedUnit
 from kvmig.placement.problem import PlacedInstance, Plan, floor_bytes
@@ -78,7 +78,7 @@ class PlacedUnit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(1, len(self.gpus))
 
 
-class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UnitPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The units of a placement, empty ones included."""
 
     units: list[PlacedUnit]
@@ -126,7 +126,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return any(one.arena_bytes for one in self.units)
 
 
-def read(text: str, where: str) -> Placement:
+def read(text: str, where: str) -> UnitPlacement:
     """Parse TOML. Raises ConfigError: which field of `where` is wrong, and what is allowed."""
     try:
         given = msgspec.toml.decode(text)
@@ -135,11 +135,11 @@ def read(text: str, where: str) -> Placement:
     return placement_from(given, where)
 
 
-def placement_from(given: object, where: str) -> Placement:
+def placement_from(given: object, where: str) -> UnitPlacement:
     """Convert the content of TOML or JSON. Raises ConfigError: which field of `where` is wrong, and
     what is allowed."""
     try:
-        found = msgspec.convert(given, Placement)
+        found = msgspec.convert(given, UnitPlacement)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
     if not found.units:
@@ -240,7 +240,7 @@ def _check_model(one: PlacedModel, unit: PlacedUnit, where: str) -> None:
 # -- plans of the estimator
 
 
-def where(estimator: Estimator, plan: Plan) -> list[tuple[int, list[int]]]:
+def where(estimator: PlanEstimator, plan: Plan) -> list[tuple[int, list[int]]]:
     """Node and GPUs of each unit, large ones first: the first node with room."""
     cluster = estimator.cluster
     taken = [0] * cluster.nodes
@@ -252,7 +252,7 @@ def where(estimator: Estimator, plan: Plan) -> list[tuple[int, list[int]]]:
     return found
 
 
-def placement_of(estimator: Estimator, plan: Plan) -> Placement:
+def placement_of(estimator: PlanEstimator, plan: Plan) -> UnitPlacement:
     """A plan with names, bytes and places."""
     device = estimator.cluster.device
     units: list[PlacedUnit] = []
@@ -277,10 +277,10 @@ def placement_of(estimator: Estimator, plan: Plan) -> Placement:
                 )
             )
         units.append(PlacedUnit(int(device.memory(unit.gpus)), "", node, gpus, members))
-    return Placement(units, estimator.objective)
+    return UnitPlacement(units, estimator.objective)
 
 
-def floor_of(estimator: Estimator, member: PlacedInstance) -> int:
+def floor_of(estimator: PlanEstimator, member: PlacedInstance) -> int:
     """Bytes of KV cache for one request of the member's model."""
     llm, device = estimator.models[member.llm], estimator.cluster.device
     return math.ceil(floor_bytes(llm, device)) - device.fixed_bytes(llm.model)
@@ -297,7 +297,7 @@ def at_least(floors: Sequence[int], quotas: Sequence[int]) -> list[int]:
     ]
 
 
-def to_toml(placement: Placement) -> str:
+def to_toml(placement: UnitPlacement) -> str:
     """The file; the same placement gives the same bytes."""
     lines = [f'objective = "{placement.objective}"', ""]
     for unit in placement.units:
@@ -324,7 +324,7 @@ def to_toml(placement: Placement) -> str:
     return "\n".join(lines)
 
 
-def plan_of(placement: Placement, estimator: Estimator, where_: str) -> Plan:
+def plan_of(placement: UnitPlacement, estimator: PlanEstimator, where_: str) -> Plan:
     """The same as the estimator has it, with the rates of its models as the placement divides
     them; units in the placement's order. Raises ConfigError for what the estimator doesn't know."""
     index = {one.name: at for at, one in enumerate(estimator.models)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.meshes import Group, groups, neighbours
 from kvmig.placement.problem import GpuUnit, PlacedInstance, Plan, floor_bytes, ordered
 
@@ -32,7 +32,7 @@ def added(unit: GpuUnit, more: PlacedInstance) -> GpuUnit:
 
 
 def place(
-    estimator: Estimator, members: Sequence[PlacedInstance], group: Group
+    estimator: PlanEstimator, members: Sequence[PlacedInstance], group: Group
 ) -> Plan | UnplacedMember:
     """Algorithm 1 on one group. Ties go to fewer GPUs."""
     units = [GpuUnit(size, ()) for size in group]
@@ -57,7 +57,7 @@ def place(
 
 
 def place_by_memory(
-    estimator: Estimator, members: Sequence[PlacedInstance], group: Group
+    estimator: PlanEstimator, members: Sequence[PlacedInstance], group: Group
 ) -> Plan | UnplacedMember:
     """Put models with the highest rate first, each to the unit with the most memory left: what
     MuxServe is compared with in its Figure 8."""
@@ -75,7 +75,9 @@ def place_by_memory(
     return ordered(units)
 
 
-def _stuck(estimator: Estimator, units: Sequence[GpuUnit], llm: int, placed: int) -> UnplacedMember:
+def _stuck(
+    estimator: PlanEstimator, units: Sequence[GpuUnit], llm: int, placed: int
+) -> UnplacedMember:
     model, cluster = estimator.models[llm], estimator.cluster
     room = [
         estimator.left_bytes(unit)
@@ -86,7 +88,9 @@ def _stuck(estimator: Estimator, units: Sequence[GpuUnit], llm: int, placed: int
     return UnplacedMember(placed, llm, missing)
 
 
-def by_computation(estimator: Estimator, members: Sequence[PlacedInstance]) -> list[PlacedInstance]:
+def by_computation(
+    estimator: PlanEstimator, members: Sequence[PlacedInstance]
+) -> list[PlacedInstance]:
     """The most computation first: rate x weights (MuxServe's order)."""
     models, device = estimator.models, estimator.cluster.device
 
@@ -97,7 +101,7 @@ def by_computation(estimator: Estimator, members: Sequence[PlacedInstance]) -> l
 
 
 def best_of_groups(
-    estimator: Estimator, members: Sequence[PlacedInstance]
+    estimator: PlanEstimator, members: Sequence[PlacedInstance]
 ) -> Plan | UnplacedMember:
     """Algorithm 1 over the cluster's groups of meshes."""
     cluster = estimator.cluster
@@ -127,7 +131,7 @@ def _starts(found: Sequence[Group]) -> list[Group]:
     return [one for one in found if one == found[0] or (len(set(one)) == 1 and one[0] > 1)]
 
 
-def _merit(estimator: Estimator, one: Plan | UnplacedMember) -> tuple[float, float]:
+def _merit(estimator: PlanEstimator, one: Plan | UnplacedMember) -> tuple[float, float]:
     if isinstance(one, UnplacedMember):
         return (-1.0, one.placed)
     return (round(estimator.total(one), 9), -used(one))
@@ -139,6 +143,6 @@ def used(plan: Plan) -> int:
 
 
 def _better(
-    estimator: Estimator, results: Sequence[Plan | UnplacedMember]
+    estimator: PlanEstimator, results: Sequence[Plan | UnplacedMember]
 ) -> Plan | UnplacedMember:
     return max(results, key=lambda one: _merit(estimator, one))

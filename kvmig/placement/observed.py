@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
 from kvmig.core.errors import ConfigError
-from kvmig.placement.file import PlacedModel, Placement
+from kvmig.placement.file import PlacedModel, UnitPlacement
 from kvmig.placement.moves import PlacedLease, PlanStep, Slot
 
 NO_WORKERS: Mapping[str, str] = MappingProxyType({})
@@ -42,7 +42,7 @@ class ObservedPlacement(NamedTuple):
 
 
 def check(
-    placement: Placement, deployments: Sequence[str], where: str, nodes: Collection[int] = ()
+    placement: UnitPlacement, deployments: Sequence[str], where: str, nodes: Collection[int] = ()
 ) -> None:
     """Whether a placement is one of these deployments by hand. nodes: those of which the id is
     known. Raises ConfigError."""
@@ -75,7 +75,7 @@ def check(
 
 
 def adopted(
-    placement: Placement, rows: Rows, workers: Mapping[str, str] = NO_WORKERS
+    placement: UnitPlacement, rows: Rows, workers: Mapping[str, str] = NO_WORKERS
 ) -> dict[str, dict[str, str]]:
     """Units for instances that report none, by deployment and instance: where
     the placement has the model, as far as there is room for all.
@@ -121,7 +121,7 @@ class _UnitSearch:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: UnitPlacement,
         homeless: Sequence[tuple[str, Sequence[str], str]],
         size: Mapping[str, int],
         nodes: Mapping[str, str],
@@ -171,7 +171,7 @@ class _UnitSearch:
         return tired
 
 
-def observed(placement: Placement, rows: Rows) -> ObservedPlacement:
+def observed(placement: UnitPlacement, rows: Rows) -> ObservedPlacement:
     """The place of each instance. Raises ConfigError for one whose place isn't of the placement."""
     units = [one.called for one in placement.units]
     usual = placement.models()

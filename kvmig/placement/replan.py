@@ -12,8 +12,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmig.core.errors import ConfigError
-from kvmig.placement.estimator import Estimator, FixedSize
-from kvmig.placement.file import PlacedModel, PlacedUnit, Placement, plan_of
+from kvmig.placement.estimator import FixedSize, PlanEstimator
+from kvmig.placement.file import PlacedModel, PlacedUnit, UnitPlacement, plan_of
 from kvmig.placement.greedy import UnplacedMember
 from kvmig.placement.moves import PlanRefused
 from kvmig.placement.problem import GpuCluster, ModelLoad, Objective, Plan
@@ -63,13 +63,13 @@ class ReplanRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReplanVerdict(NamedTuple):
     """What came of planning again."""
 
-    placement: Placement | None
+    placement: UnitPlacement | None
     """The new one; None: the one that is there stays."""
     why: str
     """The reason, for people."""
 
 
-def check_rule(rule: ReplanRule, placement: Placement, where: str) -> None:
+def check_rule(rule: ReplanRule, placement: UnitPlacement, where: str) -> None:
     """Whether this placement can be planned again so. Raises ConfigError."""
     names, placed = [one.name for one in rule.models], placement.models()
     if placement.elastic:
@@ -102,7 +102,10 @@ def check_rule(rule: ReplanRule, placement: Placement, where: str) -> None:
 
 
 def replanned(
-    placement: Placement, rule: ReplanRule, rates: Mapping[str, float], start_s: Mapping[str, float]
+    placement: UnitPlacement,
+    rule: ReplanRule,
+    rates: Mapping[str, float],
+    start_s: Mapping[str, float],
 ) -> ReplanVerdict:
     """rates: requests per second, as they are now; start_s: seconds of a start, by model."""
     estimator, before, now = _estimated(placement, rule.planned_for(rates), "the placement")
@@ -124,8 +127,8 @@ def replanned(
 
 
 def _estimated(
-    placement: Placement, rule: ReplanRule, where: str
-) -> tuple[Estimator, Placement, Plan]:
+    placement: UnitPlacement, rule: ReplanRule, where: str
+) -> tuple[PlanEstimator, UnitPlacement, Plan]:
     """The placement as the estimator has it: with its bytes, and the rates of the rule. Its shares
     are those of a whole device: no order changes them. Raises ConfigError."""
     sizes = placement.models()
@@ -142,7 +145,7 @@ def _estimated(
     fixed = [FixedSize(sizes[one.name].held_bytes, sizes[one.name].kv_bytes) for one in loads]
     gpus = max(unit.size for unit in placement.units)
     cluster = GpuCluster(len(placement.units), gpus, device)
-    estimator = Estimator(loads, cluster, rule.objective, fixed)
+    estimator = PlanEstimator(loads, cluster, rule.objective, fixed)
     before = replace(placement, units=[_rated(unit, placement) for unit in placement.units])
     return estimator, before, plan_of(before, estimator, where)
 
@@ -151,7 +154,7 @@ def _held(cost: ModelCost, placed: PlacedModel) -> ModelCost:
     return replace(cost, weight_bytes=max(1, placed.held_bytes))
 
 
-def _rated(unit: PlacedUnit, placement: Placement) -> PlacedUnit:
+def _rated(unit: PlacedUnit, placement: UnitPlacement) -> PlacedUnit:
     """The unit with equal rates of a model's instances where a placement by hand has none."""
     total = {
         name: sum(one.rate for at in placement.units for one in at.models if one.name == name)
@@ -164,7 +167,7 @@ def _rated(unit: PlacedUnit, placement: Placement) -> PlacedUnit:
     return replace(unit, models=models)
 
 
-def _with_sizes(estimator: Estimator, plan: Plan, before: Placement) -> Placement:
+def _with_sizes(estimator: PlanEstimator, plan: Plan, before: UnitPlacement) -> UnitPlacement:
     """The plan as a placement, each model with the bytes that it has."""
     sizes = before.models()
     units: list[PlacedUnit] = []

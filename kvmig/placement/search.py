@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from kvmig.placement.dedicated import replicas
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.greedy import UnplacedMember, added, best_of_groups, place
 from kvmig.placement.meshes import packs
 from kvmig.placement.problem import GpuCluster, GpuUnit, PlacedInstance, Plan, ordered
@@ -30,7 +30,7 @@ Step = tuple[tuple[int, ...], tuple[GpuUnit, ...]]
 
 
 def search(
-    estimator: Estimator, evaluations: int = 150_000, now: Plan | None = None
+    estimator: PlanEstimator, evaluations: int = 150_000, now: Plan | None = None
 ) -> Plan | UnplacedMember:
     """The best plan found; evaluations: of units, the bound on the work after Algorithm 1.
 
@@ -62,7 +62,7 @@ def search(
     return next(one for one in plans if estimator.total(one) >= (1 - CLOSE) * best)
 
 
-def parts(estimator: Estimator, grain: float) -> Iterator[PlacedInstance]:
+def parts(estimator: PlanEstimator, grain: float) -> Iterator[PlacedInstance]:
     """Equal parts of each model's rate, which its smallest unit can serve at `grain` load."""
     cluster = estimator.cluster
     for index, llm in enumerate(estimator.models):
@@ -78,7 +78,7 @@ def parts(estimator: Estimator, grain: float) -> Iterator[PlacedInstance]:
         yield from [PlacedInstance(index, llm.rate / count)] * count
 
 
-def climb(estimator: Estimator, plan: Plan, evaluations: int, cut: bool = True) -> Plan:
+def climb(estimator: PlanEstimator, plan: Plan, evaluations: int, cut: bool = True) -> Plan:
     """Steps that help, the first one found each time, until none does or the bound is met.
 
     cut: units may be halved and joined.
@@ -101,7 +101,7 @@ def climb(estimator: Estimator, plan: Plan, evaluations: int, cut: bool = True) 
 
 
 def _gain(
-    estimator: Estimator, plan: Plan, gone: Sequence[int], come: Sequence[GpuUnit]
+    estimator: PlanEstimator, plan: Plan, gone: Sequence[int], come: Sequence[GpuUnit]
 ) -> float | None:
     after = 0.0
     for one in come:
@@ -112,7 +112,7 @@ def _gain(
     return after - sum(estimator.value(plan[at]) or 0.0 for at in gone)
 
 
-def _steps(estimator: Estimator, plan: Plan, cut: bool) -> Iterator[Step]:
+def _steps(estimator: PlanEstimator, plan: Plan, cut: bool) -> Iterator[Step]:
     """Every step from here; those of members that lack most throughput first."""
     lacking: list[tuple[float, int, PlacedInstance]] = []
     for at, unit in enumerate(plan):
@@ -170,7 +170,7 @@ def _without(unit: GpuUnit, member: PlacedInstance) -> GpuUnit:
 
 
 def next_best(
-    estimator: Estimator, plan: Plan, number: int
+    estimator: PlanEstimator, plan: Plan, number: int
 ) -> tuple[int, float, int, float] | None:
     """The move of the members of one unit that costs least: (model, share of it, to which unit,
     what the objective loses). None: no move can be."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvmig.core.devices import in_gib
-from kvmig.placement.file import PlacedModel, PlacedUnit, Placement
+from kvmig.placement.file import PlacedModel, PlacedUnit, UnitPlacement
 
 Refuses = Callable[[str, str], str]
 """Why a worker can't have a model; empty: it can. Of the model's name and the worker's."""
@@ -21,7 +21,7 @@ Refuses = Callable[[str, str], str]
 class StandIns(NamedTuple):
     """What is wanted until the workers are back."""
 
-    placement: Placement
+    placement: UnitPlacement
     """The same units, those of lost workers without models."""
     moved: dict[str, str]
     """The units that models are in whose places are all lost, by model."""
@@ -29,7 +29,7 @@ class StandIns(NamedTuple):
     """Why such models have no other unit, by model."""
 
 
-def stand_ins(placement: Placement, lost: Collection[str], refuses: Refuses) -> StandIns:
+def stand_ins(placement: UnitPlacement, lost: Collection[str], refuses: Refuses) -> StandIns:
     """The placement without these workers."""
     units = [replace(one, models=[]) if one.worker in lost else one for one in placement.units]
     there = {one.name for unit in units for one in unit.models}

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from kvmig.placement.file import Placement
+from kvmig.placement.file import UnitPlacement
 
 
 class InstanceStart(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -21,7 +21,7 @@ class InstanceStart(msgspec.Struct, frozen=True, omit_defaults=True):
     """Id of its Ray node, whose GPUs Ray chooses; empty: the deployment's host."""
 
 
-def own_flags(placement: Placement, model: str, gpus: int, kv_bytes: int) -> str:
+def own_flags(placement: UnitPlacement, model: str, gpus: int, kv_bytes: int) -> str:
     """The engine's flags for an instance on `gpus` GPUs, where the placement has the model's
     instances on different numbers of them, or with KV caches of different sizes."""
     if not gpus:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvmig.placement import moves
-from kvmig.placement.estimator import Estimator
-from kvmig.placement.file import PlacedUnit, Placement
+from kvmig.placement.estimator import PlanEstimator
+from kvmig.placement.file import PlacedUnit, UnitPlacement
 from kvmig.placement.moves import (
     Leases,
     PlacedLease,
@@ -26,7 +26,7 @@ from kvmig.placement.worth import delayed
 class PlannedWay(NamedTuple):
     """How another placement is reached."""
 
-    placement: Placement
+    placement: UnitPlacement
     """The new one, with the units that there are in their order."""
     units: list[PlacedUnit]
     """The same in the order of the plan."""
@@ -36,8 +36,8 @@ class PlannedWay(NamedTuple):
 
 
 def way_between(
-    before: Placement,
-    after: Placement,
+    before: UnitPlacement,
+    after: UnitPlacement,
     site: PlacementSite,
     leases: Leases,
     rates: Mapping[Slot, float],
@@ -56,7 +56,7 @@ def way_between(
     return PlannedWay(after, planned, waves, delayed(waves, rates, then))
 
 
-def on_units(before: Placement, after: Placement) -> Placement:
+def on_units(before: UnitPlacement, after: UnitPlacement) -> UnitPlacement:
     """The same, on the units that there are: any of the same size."""
     left = list(before.units)
     units: list[PlacedUnit] = []
@@ -66,7 +66,9 @@ def on_units(before: Placement, after: Placement) -> Placement:
     return replace(after, units=units)
 
 
-def estimated_leases(estimator: Estimator, before: Placement, now: Plan) -> dict[Slot, PlacedLease]:
+def estimated_leases(
+    estimator: PlanEstimator, before: UnitPlacement, now: Plan
+) -> dict[Slot, PlacedLease]:
     """What each instance may hold, and holds by the estimate."""
     leases = before.leases()
     device = estimator.cluster.device
@@ -79,7 +81,9 @@ def estimated_leases(estimator: Estimator, before: Placement, now: Plan) -> dict
     return leases
 
 
-def estimated_rates(estimator: Estimator, before: Placement, now: Plan) -> dict[Slot, float]:
+def estimated_rates(
+    estimator: PlanEstimator, before: UnitPlacement, now: Plan
+) -> dict[Slot, float]:
     """Requests per second of each instance, by the estimate."""
     return {
         (estimator.models[member.llm].name, unit.called): one.throughput

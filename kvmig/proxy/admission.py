@@ -16,10 +16,10 @@ from kvmig.accounts.keys import (
     BAD_KEY,
     EXPIRED,
     THE_KEY,
+    AccountLimits,
     KeyDenied,
     KeyGrant,
     LimitedAccount,
-    Limits,
     Scope,
     allows,
     limited_by,
@@ -224,7 +224,7 @@ class CallAdmission:
         """Take what the server says was used of limits."""
         now = self._clock()
         for whose, level in spent.owed.items():
-            limiter = self._limiters.setdefault(whose, self._limiter(whose, Limits()))
+            limiter = self._limiters.setdefault(whose, self._limiter(whose, AccountLimits()))
             limiter.bucket.adopt_level(level, now)
         self._left.update(spent.left)
         if spent.left:
@@ -267,5 +267,5 @@ class CallAdmission:
             limiter.renew(whose.limits)
         return limiter
 
-    def _limiter(self, whose: str, limits: Limits, name: str = THE_KEY) -> RequestLimiter:
+    def _limiter(self, whose: str, limits: AccountLimits, name: str = THE_KEY) -> RequestLimiter:
         return RequestLimiter(limits, self._tallies.tally_of(whose), name)

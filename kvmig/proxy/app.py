@@ -39,7 +39,7 @@ from kvmig.asgi.priority import PRIORITY
 from kvmig.asgi.problems import NOT_TAKEN_HEADER
 from kvmig.asgi.request_body import BodyRules, check_whole, rules_of
 from kvmig.asgi.route_table import LIVE_PATH
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import BODIES, HttpConfig
 from kvmig.process.unix_connections import connect_unix
 from kvmig.proxy.activator import (
@@ -146,8 +146,8 @@ class ProxyApp:
         api: str,
         want: Callable[[str], None],
         age_s: Callable[[], float] = lambda: 0.0,
-        clock: Clock = monotonic,
-        wall: Clock = time.time,
+        clock: TimeSource = monotonic,
+        wall: TimeSource = time.time,
         number: int = 0,
         tallies: AccountTallies | None = None,
         cross_origin: CrossOrigin | None = None,

@@ -22,7 +22,7 @@ from math import inf
 from pathlib import Path
 
 from kvmig.accounts.limits import MINUTE_S, AccountTally, ArrivalDebt, OwnTally
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _LOCK_AT = SEATS
 class SharedTallies:
     """One proxy's view of the file. Implements `kvmig.accounts.limits.AccountTallies`."""
 
-    def __init__(self, path: Path, clock: Clock = monotonic) -> None:
+    def __init__(self, path: Path, clock: TimeSource = monotonic) -> None:
         """clock: the same for all proxies. Raises OSError."""
         self._clock = clock
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -8,11 +8,11 @@ import pytest
 
 from kvmig.core.errors import ConfigError
 from kvmig.testing.subject import load_factory
-from kvmig.testing.suite import Suite
+from kvmig.testing.suite import ConformanceSuite
 
 
 @pytest.fixture(scope="session")
-def suite(request: pytest.FixtureRequest) -> Iterator[Suite]:
+def suite(request: pytest.FixtureRequest) -> Iterator[ConformanceSuite]:
     """Two engines for all tests."""
     name = request.config.getoption("--engine", None)
     if not name:
@@ -21,6 +21,6 @@ def suite(request: pytest.FixtureRequest) -> Iterator[Suite]:
         factory = load_factory(name)
     except ConfigError as error:
         raise pytest.UsageError(str(error)) from error
-    made = Suite(factory)
+    made = ConformanceSuite(factory)
     yield made
     made.close()

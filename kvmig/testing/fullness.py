@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kvmig.core.errors import MigrationRefused
-from kvmig.testing.suite import Suite
+from kvmig.testing.suite import ConformanceSuite
 
 SIZES = (16.5, 3.5, 0.5)
 """Sizes in blocks of the requests that fill an engine, as many of each as fit."""
 
 
-async def fill(suite: Suite, first: str, *others: str) -> list[str]:
+async def fill(suite: ConformanceSuite, first: str, *others: str) -> list[str]:
     """Reserve at these engines until no request of half a block finds room; for whom.
 
     Engine "a" makes the requests: it must come last.
@@ -32,7 +32,7 @@ async def fill(suite: Suite, first: str, *others: str) -> list[str]:
     return [export.request_id for export in exports]
 
 
-async def empty(suite: Suite, name: str, hogs: list[str]) -> None:
+async def empty(suite: ConformanceSuite, name: str, hogs: list[str]) -> None:
     """Give all of the memory back."""
     for hog in hogs:
         await suite.engines[name].cancel(hog)

@@ -10,7 +10,7 @@ from functools import partial, wraps
 from typing import Concatenate, ParamSpec
 
 from kvmig.core.config import MigrationConfig
-from kvmig.engines.base import Emitted, Frame
+from kvmig.engines.base import EmittedTokens, Frame
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.migrator import Migrator
 from kvmig.testing.interposed import InterposedEngine, nothing
@@ -39,7 +39,7 @@ class OutputLog:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Suite:
+class ConformanceSuite:
     """Engines "a" and "b" on an event loop that all tests share."""
 
     def __init__(self, factory: Factory) -> None:
@@ -217,7 +217,9 @@ class Suite:
     def _assign(self, request_id: str, destination: str) -> None:
         self.engines[destination].assign(request_id, CLIENT)
 
-    def _take(self, name: str, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+    def _take(
+        self, name: str, client: int, emitted: list[EmittedTokens], frames: list[Frame]
+    ) -> None:
         if client != CLIENT:
             return
         self._go_on()
@@ -258,27 +260,27 @@ class Suite:
 
 
 def scenario(
-    test: Callable[Concatenate[Suite, P], Awaitable[None]],
+    test: Callable[Concatenate[ConformanceSuite, P], Awaitable[None]],
 ) -> Callable[..., None]:
-    """Make a coroutine a test that runs on the suite's event loop, by `Suite.run`."""
+    """Make a coroutine a test that runs on the suite's event loop, by `ConformanceSuite.run`."""
 
     @wraps(test)
-    def run(suite: Suite, *args: P.args, **kwargs: P.kwargs) -> None:
+    def run(suite: ConformanceSuite, *args: P.args, **kwargs: P.kwargs) -> None:
         suite.run(lambda: test(suite, *args, **kwargs))
 
     return run
 
 
 def until_moved(
-    test: Callable[Concatenate[Suite, P], Awaitable[MigrationReport]],
-) -> Callable[Concatenate[Suite, P], Awaitable[None]]:
+    test: Callable[Concatenate[ConformanceSuite, P], Awaitable[MigrationReport]],
+) -> Callable[Concatenate[ConformanceSuite, P], Awaitable[None]]:
     """Make a scenario try again with a new request while they end before they can move.
 
     Which requests do on a busy machine: a test can't know how far one gets meanwhile.
     """
 
     @wraps(test)
-    async def attempt(suite: Suite, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    async def attempt(suite: ConformanceSuite, /, *args: P.args, **kwargs: P.kwargs) -> None:
         for _ in range(ATTEMPTS):
             report = await test(suite, *args, **kwargs)
             if report.state == "committed":

@@ -9,13 +9,15 @@ import pytest
 from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.testing.fullness import empty, fill
 from kvmig.testing.interposed import DESTINATION, SOURCE, failing, once
-from kvmig.testing.suite import QUICKER, Suite, scenario
+from kvmig.testing.suite import QUICKER, ConformanceSuite, scenario
 
 
 @pytest.mark.parametrize("method", [*SOURCE, *DESTINATION])
 @pytest.mark.parametrize("after", [0, 1])
 @scenario
-async def test_whatever_fails_the_request_goes_on(suite: Suite, method: str, after: int) -> None:
+async def test_whatever_fails_the_request_goes_on(
+    suite: ConformanceSuite, method: str, after: int
+) -> None:
     prompt = suite.prompt(suite.blocks(5.5))
     expected = await suite.undisturbed(prompt, suite.blocks(3))
     moved = await suite.begin(prompt, suite.blocks(3), 3)
@@ -32,7 +34,9 @@ async def test_whatever_fails_the_request_goes_on(suite: Suite, method: str, aft
 
 @pytest.mark.parametrize("method", [*SOURCE, *DESTINATION[:-1]])
 @scenario
-async def test_a_client_that_leaves_at_any_moment_leaves_nothing(suite: Suite, method: str) -> None:
+async def test_a_client_that_leaves_at_any_moment_leaves_nothing(
+    suite: ConformanceSuite, method: str
+) -> None:
     moved = await suite.begin(suite.prompt(suite.blocks(5.5)), suite.blocks(20), 3)
     engine = suite.engines["a" if method in SOURCE else "b"]
     engine.before = once(method, lambda: suite.abort(moved))
@@ -40,7 +44,7 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(suite: Suite, m
 
 
 @scenario
-async def test_a_client_that_leaves_at_the_commit_leaves_nothing(suite: Suite) -> None:
+async def test_a_client_that_leaves_at_the_commit_leaves_nothing(suite: ConformanceSuite) -> None:
     moved = await suite.begin(suite.prompt(suite.blocks(5.5)), suite.blocks(20), 3)
     committing = asyncio.Event()
 
@@ -58,14 +62,14 @@ async def test_a_client_that_leaves_at_the_commit_leaves_nothing(suite: Suite) -
 
 
 @scenario
-async def test_a_moved_request_can_be_aborted(suite: Suite) -> None:
+async def test_a_moved_request_can_be_aborted(suite: ConformanceSuite) -> None:
     moved = await suite.begin(suite.prompt(suite.blocks(2)), suite.blocks(20), 2)
     assert (await suite.move(moved)).state == "committed"
     suite.abort(moved)
 
 
 @scenario
-async def test_a_full_destination_refuses_and_the_request_goes_on(suite: Suite) -> None:
+async def test_a_full_destination_refuses_and_the_request_goes_on(suite: ConformanceSuite) -> None:
     prompt = suite.prompt(suite.blocks(5.5))
     expected = await suite.undisturbed(prompt, suite.blocks(3))
     hogs = await fill(suite, "b")
@@ -78,7 +82,7 @@ async def test_a_full_destination_refuses_and_the_request_goes_on(suite: Suite) 
 
 
 @scenario
-async def test_changed_bytes_are_noticed_and_the_request_goes_on(suite: Suite) -> None:
+async def test_changed_bytes_are_noticed_and_the_request_goes_on(suite: ConformanceSuite) -> None:
     source, prompt = suite.under_test["a"], suite.prompt(suite.blocks(5.5))
     expected = await suite.undisturbed(prompt, suite.blocks(8))
     moved = await suite.begin(prompt, suite.blocks(8), 2)
@@ -98,7 +102,7 @@ async def test_changed_bytes_are_noticed_and_the_request_goes_on(suite: Suite) -
 
 
 @scenario
-async def test_a_request_that_is_gone_can_not_be_moved(suite: Suite) -> None:
+async def test_a_request_that_is_gone_can_not_be_moved(suite: ConformanceSuite) -> None:
     with pytest.raises(MigrationRefused):
         await suite.engines["a"].export("never was")
     ended = suite.submit("a", suite.prompt(suite.blocks(1.5)), 3)

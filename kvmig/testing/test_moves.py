@@ -8,7 +8,7 @@ import random
 import pytest
 
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.testing.suite import QUICKER, Suite, scenario, until_moved
+from kvmig.testing.suite import QUICKER, ConformanceSuite, scenario, until_moved
 
 
 @pytest.mark.parametrize("blocks", [0.3, 1, 4.5])
@@ -16,7 +16,7 @@ from kvmig.testing.suite import QUICKER, Suite, scenario, until_moved
 @scenario
 @until_moved
 async def test_a_decoding_request_moves_token_for_token(
-    suite: Suite, blocks: float, after: int
+    suite: ConformanceSuite, blocks: float, after: int
 ) -> MigrationReport:
     prompt = suite.prompt(suite.blocks(blocks))
     expected = await suite.undisturbed(prompt, suite.blocks(3))
@@ -32,7 +32,9 @@ async def test_a_decoding_request_moves_token_for_token(
 
 @pytest.mark.parametrize("blocks", [0.5, 6, 24])
 @scenario
-async def test_a_request_moves_before_its_first_token(suite: Suite, blocks: float) -> None:
+async def test_a_request_moves_before_its_first_token(
+    suite: ConformanceSuite, blocks: float
+) -> None:
     prompt = suite.prompt(suite.blocks(blocks))
     expected = await suite.undisturbed(prompt, suite.blocks(1))
     prompt_again = suite.submit("a", prompt, suite.blocks(1))
@@ -42,7 +44,7 @@ async def test_a_request_moves_before_its_first_token(suite: Suite, blocks: floa
 
 
 @scenario
-async def test_a_request_moves_in_its_prefill(suite: Suite) -> None:
+async def test_a_request_moves_in_its_prefill(suite: ConformanceSuite) -> None:
     """The move begins before an engine has computed the prompt, while other requests run."""
     prompt = suite.prompt(suite.blocks(24))
     others = [suite.submit("a", suite.prompt(suite.blocks(2)), 20) for _ in range(3)]
@@ -58,7 +60,7 @@ async def test_a_request_moves_in_its_prefill(suite: Suite) -> None:
 @scenario
 @until_moved
 async def test_a_prompt_is_computed_at_one_engine_and_decoded_at_the_other(
-    suite: Suite, blocks: float
+    suite: ConformanceSuite, blocks: float
 ) -> MigrationReport:
     """The chunks travel while other requests run, and later chunks are computed."""
     prompt = suite.prompt(suite.blocks(blocks))
@@ -76,7 +78,9 @@ async def test_a_prompt_is_computed_at_one_engine_and_decoded_at_the_other(
 
 @scenario
 @until_moved
-async def test_a_request_that_samples_moves_token_for_token(suite: Suite) -> MigrationReport:
+async def test_a_request_that_samples_moves_token_for_token(
+    suite: ConformanceSuite,
+) -> MigrationReport:
     prompt = suite.prompt(suite.blocks(2.5))
     try:
         expected = await suite.undisturbed(prompt, suite.blocks(3), seed=11)
@@ -90,7 +94,7 @@ async def test_a_request_that_samples_moves_token_for_token(suite: Suite) -> Mig
 
 @scenario
 @until_moved
-async def test_a_request_moves_there_and_back_again(suite: Suite) -> MigrationReport:
+async def test_a_request_moves_there_and_back_again(suite: ConformanceSuite) -> MigrationReport:
     prompt = suite.prompt(suite.blocks(2.5))
     expected = await suite.undisturbed(prompt, suite.blocks(6))
     moved = suite.submit("a", prompt, suite.blocks(6))
@@ -103,7 +107,9 @@ async def test_a_request_moves_there_and_back_again(suite: Suite) -> MigrationRe
 
 @scenario
 @until_moved
-async def test_a_destination_with_its_prefix_goes_on_as_well(suite: Suite) -> MigrationReport:
+async def test_a_destination_with_its_prefix_goes_on_as_well(
+    suite: ConformanceSuite,
+) -> MigrationReport:
     prompt = suite.prompt(suite.blocks(4.5))
     expected = await suite.undisturbed(prompt, suite.blocks(3))
     assert await suite.finish(suite.submit("b", prompt, suite.blocks(3))) == expected
@@ -114,7 +120,9 @@ async def test_a_destination_with_its_prefix_goes_on_as_well(suite: Suite) -> Mi
 
 
 @scenario
-async def test_several_move_at_once_both_ways_beside_others_that_stay(suite: Suite) -> None:
+async def test_several_move_at_once_both_ways_beside_others_that_stay(
+    suite: ConformanceSuite,
+) -> None:
     prompts = [suite.prompt(suite.blocks(0.7 + index)) for index in range(6)]
     length = suite.blocks(3)
     expected = [await suite.undisturbed(prompt, length) for prompt in prompts]
@@ -133,7 +141,7 @@ async def test_several_move_at_once_both_ways_beside_others_that_stay(suite: Sui
 
 
 @scenario
-async def test_a_request_that_ends_while_it_moves_ends_once(suite: Suite) -> None:
+async def test_a_request_that_ends_while_it_moves_ends_once(suite: ConformanceSuite) -> None:
     prompt = suite.prompt(suite.blocks(3))
     for length in range(1, 6):
         expected = await suite.undisturbed(prompt, length)
@@ -145,7 +153,9 @@ async def test_a_request_that_ends_while_it_moves_ends_once(suite: Suite) -> Non
 
 @pytest.mark.parametrize("seed", [1, 2])
 @scenario
-async def test_requests_that_move_all_the_time_get_their_tokens(suite: Suite, seed: int) -> None:
+async def test_requests_that_move_all_the_time_get_their_tokens(
+    suite: ConformanceSuite, seed: int
+) -> None:
     """Moves come in any order: some are refused, and some requests have ended."""
     draw = random.Random(seed)  # noqa: S311
     prompts = [suite.prompt(draw.randint(1, suite.blocks(6))) for _ in range(8)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvmig.core.errors import MigrationRefused
-from kvmig.testing.suite import Suite, scenario
+from kvmig.testing.suite import ConformanceSuite, scenario
 
 
 @scenario
-async def test_unknown_requests_are_ignored_where_the_port_says_so(suite: Suite) -> None:
+async def test_unknown_requests_are_ignored_where_the_port_says_so(suite: ConformanceSuite) -> None:
     engine = suite.engines["a"]
     await engine.resume("nobody")
     await engine.release("nobody")
@@ -18,7 +18,9 @@ async def test_unknown_requests_are_ignored_where_the_port_says_so(suite: Suite)
 
 
 @scenario
-async def test_a_suspended_request_keeps_still_and_goes_on_when_resumed(suite: Suite) -> None:
+async def test_a_suspended_request_keeps_still_and_goes_on_when_resumed(
+    suite: ConformanceSuite,
+) -> None:
     engine, prompt = suite.engines["a"], suite.prompt(suite.blocks(2.5))
     expected = await suite.undisturbed(prompt, suite.blocks(8))
     kept = await suite.begin(prompt, suite.blocks(8), 3)
@@ -35,7 +37,9 @@ async def test_a_suspended_request_keeps_still_and_goes_on_when_resumed(suite: S
 
 
 @scenario
-async def test_a_request_is_reserved_once_and_holds_what_it_grew_to(suite: Suite) -> None:
+async def test_a_request_is_reserved_once_and_holds_what_it_grew_to(
+    suite: ConformanceSuite,
+) -> None:
     a, b = suite.engines["a"], suite.engines["b"]
     prompt = suite.prompt(suite.blocks(4.5))
     moved = await suite.begin(prompt, suite.blocks(20), 2)
@@ -55,7 +59,7 @@ async def test_a_request_is_reserved_once_and_holds_what_it_grew_to(suite: Suite
 
 
 @scenario
-async def test_blocks_come_out_as_they_went_in(suite: Suite) -> None:
+async def test_blocks_come_out_as_they_went_in(suite: ConformanceSuite) -> None:
     a, b = suite.engines["a"], suite.engines["b"]
     moved = await suite.begin(suite.prompt(suite.blocks(4.5)), suite.blocks(20), 2)
     export, stage = await a.export(moved), await a.stage(moved, 0)
@@ -73,7 +77,7 @@ async def test_blocks_come_out_as_they_went_in(suite: Suite) -> None:
 
 
 @scenario
-async def test_an_export_of_another_kind_is_refused(suite: Suite) -> None:
+async def test_an_export_of_another_kind_is_refused(suite: ConformanceSuite) -> None:
     export = suite.engines["a"].export
     moved = await suite.begin(suite.prompt(suite.blocks(1.5)), suite.blocks(20), 1)
     foreign = await export(moved)
@@ -85,7 +89,9 @@ async def test_an_export_of_another_kind_is_refused(suite: Suite) -> None:
 
 
 @scenario
-async def test_a_request_goes_on_after_tokens_that_it_has_from_elsewhere(suite: Suite) -> None:
+async def test_a_request_goes_on_after_tokens_that_it_has_from_elsewhere(
+    suite: ConformanceSuite,
+) -> None:
     prompt = suite.prompt(suite.blocks(1.5))
     expected = await suite.undisturbed(prompt, suite.blocks(2))
     again = suite.submit("b", prompt, suite.blocks(2), known=expected[:5])

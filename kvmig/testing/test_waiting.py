@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from kvmig.testing.fullness import empty, fill
-from kvmig.testing.suite import Suite, scenario
+from kvmig.testing.suite import ConformanceSuite, scenario
 
 
-async def _waits(suite: Suite, name: str, request_id: str) -> None:
+async def _waits(suite: ConformanceSuite, name: str, request_id: str) -> None:
     """Wait until the engine has queued the request."""
     while True:
         states = {one.request_id: one.state for one in await suite.engines[name].requests()}
@@ -20,7 +20,7 @@ async def _waits(suite: Suite, name: str, request_id: str) -> None:
 
 @scenario
 async def test_a_request_that_waits_moves_to_an_engine_without_room_and_runs_once_there_is_some(
-    suite: Suite,
+    suite: ConformanceSuite,
 ) -> None:
     prompt, b = suite.prompt(suite.blocks(5.5)), suite.engines["b"]
     expected = await suite.undisturbed(prompt, suite.blocks(1))
@@ -40,7 +40,9 @@ async def test_a_request_that_waits_moves_to_an_engine_without_room_and_runs_onc
 
 
 @scenario
-async def test_a_request_that_begins_to_run_while_it_moves_without_room_stays(suite: Suite) -> None:
+async def test_a_request_that_begins_to_run_while_it_moves_without_room_stays(
+    suite: ConformanceSuite,
+) -> None:
     prompt, a = suite.prompt(suite.blocks(5.5)), suite.engines["a"]
     expected = await suite.undisturbed(prompt, suite.blocks(6))
     hogs = await fill(suite, "b", "a")

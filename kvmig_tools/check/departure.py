@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvmig.controlplane.messages import Resolve, Resolved
 from kvmig.core.config import MigrationConfig
 from kvmig.engines import base
-from kvmig.engines.base import Stage, Tail
+from kvmig.engines.base import RequestTail, StagedBlocks
 from kvmig.kvtransfer import source_machine as here
 from kvmig.kvtransfer.messages import (
     Abort,
@@ -146,7 +146,7 @@ class Departure:
         machine = self.machine
         match action:
             case here.SendReserve(stage, tokens, last):
-                export = None if stage else base.Export(self.run, tokens, [])
+                export = None if stage else base.RequestExport(self.run, tokens, [])
                 self._say(site, Reserve(self.mid, self.run, self.epoch, stage, tokens, export,
                                         last=last))  # fmt: skip
             case here.SendCommit() if self.commit is not None:
@@ -181,14 +181,14 @@ class Departure:
             case here.ExportRequest():
                 return self.machine.exported(max(slot.length, 0))
             case here.CheckRequest() if slot.full < 0:
-                return self.machine.checked(Stage([], 0))
+                return self.machine.checked(StagedBlocks([], 0))
             case here.CheckRequest(sent) if slot.chunks:
-                return self.machine.checked(Stage(list(range(sent, slot.full)), slot.length))
+                return self.machine.checked(StagedBlocks(list(range(sent, slot.full)), slot.length))
             case here.CheckRequest(sent):
                 if self.machine.stage and site.oracle.choose(("", 0), ("2 blocks more", 0)):
                     slot.full += 2
                 blocks = list(range(sent, slot.full))
-                return self.machine.checked(Stage(blocks, slot.full, decoding=True))
+                return self.machine.checked(StagedBlocks(blocks, slot.full, decoding=True))
 
     def _done(self, site: Site, doing: here.Action | None) -> list[here.Action]:
         machine = self.machine
@@ -219,11 +219,11 @@ class Departure:
             return self._failed("finished")
         blocks = list(range(sent, slot.full))
         if slot.chunks or slot.tokens > 1:
-            return self.machine.followed(Stage(blocks, slot.length, not slot.chunks))
+            return self.machine.followed(StagedBlocks(blocks, slot.length, not slot.chunks))
         slot.state = "suspended"
         return self.machine.followed(slot.rest(sent))
 
-    def _send_tail(self, site: Site, first: int, tail: Tail) -> None:
+    def _send_tail(self, site: Site, first: int, tail: RequestTail) -> None:
         count = len(tail.block_ids)
         last = _chunk(self.mid, self.machine.stage, first, count) if count else None
         if last is not None and not site.shape.together:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvmig.engines.base import Tail
+from kvmig.engines.base import RequestTail
 from kvmig.kvtransfer.messages import Chunk
 from kvmig_tools.check.part import Violation
 
@@ -34,10 +34,10 @@ class Slot:
         """Of its prompt with what it put out, where chunks of a prompt count; else its blocks."""
         return self.full + 2 * self.chunks
 
-    def rest(self, sent: int) -> Tail:
+    def rest(self, sent: int) -> RequestTail:
         """As `Engine.suspend` describes it. state: how many blocks it has."""
         blocks = list(range(sent, self.full + 1))
-        return Tail(blocks, self.full, self.tokens, bytes([self.full + 1]))
+        return RequestTail(blocks, self.full, self.tokens, bytes([self.full + 1]))
 
     def write(self, chunk: Chunk) -> None:
         """Its blocks came in."""
@@ -77,7 +77,7 @@ class Engine:
             raise Violation("a committed request's blocks are freed by its migration")
         self.slots.pop(run, None)
 
-    def commit(self, run: str, tail: Tail, last: Chunk | None) -> None:
+    def commit(self, run: str, tail: RequestTail, last: Chunk | None) -> None:
         """A reserved run decodes from here, or waits here if it has no blocks."""
         slot = self.slots[run]
         if last is not None:

@@ -104,7 +104,7 @@ class Front(Part):
     # -- events
 
     def hear(self, channel: str, message: object) -> None:
-        """As `Router.on_message`."""
+        """As `FrontendRouter.on_message`."""
         instance = channel.partition(">")[0]
         match message:
             case Piece(outputs, token, finished):
@@ -123,7 +123,7 @@ class Front(Part):
                 self._lost(instance)
 
     def _take(self, instance: str, outputs: Outputs) -> None:
-        """As `Router.on_message` and `Router._splice`."""
+        """As `FrontendRouter.on_message` and `FrontendRouter._splice`."""
         for span, item in self._streams.deliver_outputs(instance, outputs, (memoryview(b""),)):
             if span.epoch < 0:
                 continue
@@ -139,11 +139,11 @@ class Front(Part):
         self._say(mid, committed=False)
 
     def look(self) -> None:
-        """As `Router._look`."""
+        """As `FrontendRouter._look`."""
         self._ownership.tick()
 
     def overdue(self) -> None:
-        """As `Router._look`, long after an item was held."""
+        """As `FrontendRouter._look`, long after an item was held."""
         self._ownership.run_again(list(self.table), "tokens of its last owner were lost")
 
     def back(self, instance: str) -> None:
@@ -152,7 +152,7 @@ class Front(Part):
         self.alive.sort()
 
     def client_leaves(self) -> None:
-        """As `Router.abort`."""
+        """As `FrontendRouter.abort`."""
         request = self.table.remove(self.request)
         if request is not None:
             self._ownership.abort([request])

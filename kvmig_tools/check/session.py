@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from kvmig.asgi.errors import InstanceLost, UnknownSession
 from kvmig.controlplane.messages import MoveSession, Submit
 from kvmig.controlplane.session_hints import SessionHints, SessionPlace
-from kvmig.engines.base import Export, Stage, Tail
+from kvmig.engines.base import RequestExport, RequestTail, StagedBlocks
 from kvmig.frontend.requests import LiveRequest, RequestTable
 from kvmig.frontend.session_memory import RememberedSession, SessionMemory
 from kvmig.frontend.splice import StreamSplicer
@@ -44,7 +44,7 @@ class SessionDeparture(Departure):
     def _perform(self, site: Site, action: here.Action) -> list[here.Action]:
         match action:
             case here.SendReserve(0, tokens, last):
-                export = Export(self.run, tokens, [], idle=True)
+                export = RequestExport(self.run, tokens, [], idle=True)
                 self._say(site, Reserve(self.mid, self.run, self.epoch, 0, tokens, export,
                                         last=last))  # fmt: skip
             case here.ResumeRequest():
@@ -61,13 +61,15 @@ class SessionDeparture(Departure):
         blocks = len(self.engine.leaving[self.run])
         if isinstance(action, here.ExportRequest):
             return self.machine.exported(blocks)
-        return self.machine.checked(Stage(list(range(action.sent, blocks)), blocks))
+        return self.machine.checked(StagedBlocks(list(range(action.sent, blocks)), blocks))
 
     def _done(self, site: Site, doing: here.Action | None) -> list[here.Action]:
         self.engine.check_content(self.run)
         if isinstance(doing, here.SuspendRequest):
             blocks = len(self.engine.leaving[self.run])
-            return self.machine.suspended(Tail(list(range(doing.sent, blocks)), blocks, 0, b""))
+            return self.machine.suspended(
+                RequestTail(list(range(doing.sent, blocks)), blocks, 0, b"")
+            )
         return super()._done(site, doing)
 
 

@@ -18,7 +18,7 @@ from kvmig.controlplane.messages import (
     Resolved,
     Submit,
 )
-from kvmig.engines.base import Emitted
+from kvmig.engines.base import EmittedTokens
 from kvmig.kvtransfer.destination_machine import (
     Action,
     DestinationMachine,
@@ -202,7 +202,7 @@ class Site(Part):
         finished = slot.tokens >= self.shape.tokens
         if finished:
             del self.engine.slots[run]
-        (span,) = self.tracking.spans([Emitted(run, 1, finished)])
+        (span,) = self.tracking.spans([EmittedTokens(run, 1, finished)])
         if finished:
             self._cancel(run, "finished")
         self.tell_front(Piece(Outputs([span]), token, finished))

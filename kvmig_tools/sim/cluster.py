@@ -8,7 +8,7 @@ from functools import partial
 from kvmig.controlplane.dispatch import NewRequest
 from kvmig.controlplane.messages import ClusterMember, PairedDestination
 from kvmig.controlplane.policy import Policy
-from kvmig.controlplane.scheduler import Scheduler
+from kvmig.controlplane.scheduler import RoundScheduler
 from kvmig.controlplane.session_hints import SessionHints, SessionPlace
 from kvmig.controlplane.view import ClusterView, ViewBuilder
 from kvmig.core.config import ScalingConfig
@@ -96,7 +96,7 @@ class SimCluster:
             session_rules or SessionRules(), self.events, self._network, cost
         )
         self._dispatch = policy.dispatcher()
-        self._scheduler = Scheduler(policy.rounds)
+        self._scheduler = RoundScheduler(policy.rounds)
         self._builder = ViewBuilder(headroom=policy.headroom)
         self._headroom = None
         if len(classes) > 1:

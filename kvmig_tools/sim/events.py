@@ -31,7 +31,7 @@ class EventQueue:
         self._order = count()
 
     def __call__(self) -> float:
-        """The time now: this is a Clock."""
+        """The time now: this is a `TimeSource`."""
         return self.now
 
     def at(self, time: float, action: Action) -> Timer:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvmig.engines import base
-from kvmig.engines.base import Stage, Tail
+from kvmig.engines.base import RequestTail, StagedBlocks
 from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer import source_machine as here
 from kvmig.kvtransfer.destination_machine import DestinationMachine
@@ -127,7 +127,7 @@ class Migration:
             case here.ExportRequest():
                 self._at_source(self._export)
             case here.SendReserve(stage, num_tokens):
-                export = base.Export(self.request.request_id, num_tokens, [])
+                export = base.RequestExport(self.request.request_id, num_tokens, [])
                 message = Reserve(
                     self._here.key,
                     self.request.request_id,
@@ -169,9 +169,9 @@ class Migration:
     def _check(self, sent: int) -> list[here.Action]:
         return self._here.checked(self._stage(self._source.place_of(self.request), sent))
 
-    def _stage(self, place: Place, sent: int) -> Stage:
+    def _stage(self, place: Place, sent: int) -> StagedBlocks:
         full = place.computed // self._source.cost.capacity.block_tokens
-        return Stage([0] * max(full - sent, 0), self._wanted(place), place.decoding)
+        return StagedBlocks([0] * max(full - sent, 0), self._wanted(place), place.decoding)
 
     def _wanted(self, place: Place) -> int:
         """Tokens that there must be room for: none for one that waits, and will wait there."""
@@ -186,11 +186,11 @@ class Migration:
     def _suspend(self, sent: int) -> list[here.Action]:
         return self._here.suspended(self._take_out(sent))
 
-    def _take_out(self, sent: int) -> Tail:
+    def _take_out(self, sent: int) -> RequestTail:
         self._place = self._source.suspend(self.request)
         self._suspended_at = self._events.now
         blocks = self._source.blocks_for(self._place.computed)
-        return Tail([0] * (blocks - sent), self._place.tokens, self.request.generated, b"")
+        return RequestTail([0] * (blocks - sent), self._place.tokens, self.request.generated, b"")
 
     def _copy(self, blocks: int, done: Callable[[], None]) -> None:
         cost = self._source.cost
@@ -217,7 +217,7 @@ class Migration:
         if not self._here.ended:
             self._act_here(self._here.copied())
 
-    def _tail_sent(self, first: int, tail: Tail) -> None:
+    def _tail_sent(self, first: int, tail: RequestTail) -> None:
         blocks = len(tail.block_ids)
         self._hear_chunk(self._here.stage, first, blocks)
         self._act_here(self._here.commit_sent())

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import default_rng
 
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.problem import ModelLoad, Plan
 from kvmig.placement.step_costs import DeviceCosts
 from kvmig_tools.sim.events import EventQueue
@@ -87,7 +87,7 @@ def poisson(llm: ModelLoad, count: int, seed: int) -> Load:
 
 
 def simulate(
-    estimator: Estimator,
+    estimator: PlanEstimator,
     plan: Plan,
     loads: Sequence[Load],
     policy: str = "adbs",
@@ -112,7 +112,7 @@ def simulate(
 
 def _instances(
     events: EventQueue,
-    estimator: Estimator,
+    estimator: PlanEstimator,
     plan: Plan,
     policy: str,
     rule: str,

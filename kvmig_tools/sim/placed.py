@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from kvmig.core.errors import ConfigError
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.file import plan_of, read
 from kvmig.placement.problem import ModelLoad, check, cluster_of, models_of
 from kvmig_tools.sim.mux import SCALES, Load, poisson, simulate
@@ -29,7 +29,7 @@ def simulate_placement(
     llms = models_of(_text("--models", models), f"--models {models}")
     site = cluster_of(cluster)
     check(llms, site)
-    estimator = Estimator(llms, site, "slo")
+    estimator = PlanEstimator(llms, site, "slo")
     plan = plan_of(found, estimator, where)
     placed = {member.llm for unit in plan for member in unit.members}
     if missing := [one.name for at, one in enumerate(llms) if at not in placed]:

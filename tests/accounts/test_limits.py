@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.accounts.keys import Limits
+from kvmig.accounts.keys import AccountLimits
 from kvmig.accounts.limits import MINUTE_S, OwnTally, RequestLimiter, SpendBucket, headers, let_in
 
 TIMES = st.lists(st.floats(0, 300), min_size=1, max_size=300).map(sorted)
@@ -16,7 +16,7 @@ TIMES = st.lists(st.floats(0, 300), min_size=1, max_size=300).map(sorted)
 def test_in_no_window_more_requests_come_in_than_its_minutes_and_one_more_allow(
     rpm: int, times: list[float], sizes: list[int]
 ) -> None:
-    door = RequestLimiter(Limits(rpm=rpm))
+    door = RequestLimiter(AccountLimits(rpm=rpm))
     came = []
     for turn, now in enumerate(times):
         size = sizes[turn % len(sizes)]
@@ -31,18 +31,18 @@ def test_in_no_window_more_requests_come_in_than_its_minutes_and_one_more_allow(
 
 
 def test_in_its_first_minute_a_proxy_lets_requests_in_at_the_limits_rate_alone() -> None:
-    limits = RequestLimiter(Limits(rpm=3), OwnTally(since=100.0))
+    limits = RequestLimiter(AccountLimits(rpm=3), OwnTally(since=100.0))
     came = [now for now in range(100, 161) if let_in([limits], now) is None]
     assert came == [120, 140, 160]
 
 
 def test_after_its_first_minute_a_minutes_requests_may_come_to_a_proxy_at_once() -> None:
-    limits = RequestLimiter(Limits(rpm=3), OwnTally(since=100.0))
+    limits = RequestLimiter(AccountLimits(rpm=3), OwnTally(since=100.0))
     assert [let_in([limits], 160.0) is None for _ in range(4)] == [True, True, True, False]
 
 
 def test_a_server_that_knows_less_than_a_proxy_does_not_forgive_what_is_owed() -> None:
-    limits = RequestLimiter(Limits(tpm=600))
+    limits = RequestLimiter(AccountLimits(tpm=600))
     limits.bucket.adopt_level(1200, now=0.0)
     limits.bucket.adopt_level(600, now=30.0)
     assert limits.bucket.now(30.0) == 900
@@ -50,7 +50,7 @@ def test_a_server_that_knows_less_than_a_proxy_does_not_forgive_what_is_owed() -
 
 @given(st.integers(1, 100), TIMES)
 def test_a_request_that_comes_when_it_was_told_to_is_let_in(rpm: int, times: list[float]) -> None:
-    limits = RequestLimiter(Limits(rpm=rpm))
+    limits = RequestLimiter(AccountLimits(rpm=rpm))
     for now in times:
         refused = let_in([limits], now)
         if refused is not None:
@@ -64,7 +64,7 @@ def test_a_request_that_comes_when_it_was_told_to_is_let_in(rpm: int, times: lis
 def test_never_more_requests_run_at_once_than_the_key_may_have(
     parallel: int, events: list[int]
 ) -> None:
-    limits, running = RequestLimiter(Limits(parallel=parallel)), 0
+    limits, running = RequestLimiter(AccountLimits(parallel=parallel)), 0
     for requests in events:
         if requests > 0:
             fits = running + requests <= parallel
@@ -76,8 +76,10 @@ def test_never_more_requests_run_at_once_than_the_key_may_have(
         assert limits.tally.running() == running
 
 
-@pytest.mark.parametrize("limits", [Limits(parallel=3), Limits(rpm=3)])
-def test_a_call_of_more_sequences_than_the_limit_has_is_refused_for_good(limits: Limits) -> None:
+@pytest.mark.parametrize("limits", [AccountLimits(parallel=3), AccountLimits(rpm=3)])
+def test_a_call_of_more_sequences_than_the_limit_has_is_refused_for_good(
+    limits: AccountLimits,
+) -> None:
     refused = let_in([RequestLimiter(limits)], 0.0, 4)
     assert refused is not None
     assert refused.again_s is None
@@ -85,7 +87,7 @@ def test_a_call_of_more_sequences_than_the_limit_has_is_refused_for_good(limits:
 
 
 def test_a_key_that_owes_tokens_waits_until_a_minutes_rate_has_paid_them_off() -> None:
-    limits = RequestLimiter(Limits(tpm=600))
+    limits = RequestLimiter(AccountLimits(tpm=600))
     limits.bucket.adopt_level(610, now=0.0)
 
     refused = let_in([limits], 0.0)
@@ -109,7 +111,7 @@ def test_what_was_spent_is_paid_off_at_the_rate_and_never_below_nothing(
 
 
 def test_headers_say_what_is_left_and_when_all_of_it_is_back() -> None:
-    limits = RequestLimiter(Limits(rpm=3, tpm=600))
+    limits = RequestLimiter(AccountLimits(rpm=3, tpm=600))
     left = []
     for _ in range(4):
         let_in([limits], 0.0)
@@ -128,10 +130,10 @@ def test_headers_say_what_is_left_and_when_all_of_it_is_back() -> None:
 
 
 def test_changed_terms_keep_what_runs() -> None:
-    limits = RequestLimiter(Limits(parallel=2))
+    limits = RequestLimiter(AccountLimits(parallel=2))
     assert let_in([limits], 0.0) is None
 
-    limits.renew(Limits(parallel=1))
+    limits.renew(AccountLimits(parallel=1))
 
     refused = let_in([limits], 0.0)
     assert refused is not None
@@ -139,15 +141,15 @@ def test_changed_terms_keep_what_runs() -> None:
 
 
 def test_a_key_without_limits_is_shown_none() -> None:
-    limits = RequestLimiter(Limits())
+    limits = RequestLimiter(AccountLimits())
     assert let_in([limits], 0.0) is None
     assert headers([limits], 0.0) == []
 
 
 def test_whoever_one_limit_refuses_uses_nothing_of_another_one() -> None:
     key, user = (
-        RequestLimiter(Limits(rpm=10)),
-        RequestLimiter(Limits(parallel=1), name="the user bea"),
+        RequestLimiter(AccountLimits(rpm=10)),
+        RequestLimiter(AccountLimits(parallel=1), name="the user bea"),
     )
     assert let_in([key, user], 0.0) is None
 
@@ -162,7 +164,10 @@ def test_whoever_one_limit_refuses_uses_nothing_of_another_one() -> None:
 
 
 def test_headers_tell_of_the_limit_of_which_least_is_left() -> None:
-    key, user = RequestLimiter(Limits(rpm=10, tpm=600)), RequestLimiter(Limits(rpm=3, tpm=900))
+    key, user = (
+        RequestLimiter(AccountLimits(rpm=10, tpm=600)),
+        RequestLimiter(AccountLimits(rpm=3, tpm=900)),
+    )
     user.bucket.adopt_level(400, 0.0)
 
     told = dict(headers([key, user], 0.0))

@@ -13,7 +13,7 @@ from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import IN_THE_CLEAR, ClusterConfig, MigrationConfig, Transport, check
 from kvmig.core.errors import ConfigError, TransportError
 from kvmig.engines.kind import API_KEY_VARIABLE, api_keys
-from kvmig.kvtransfer.messages import Offer
+from kvmig.kvtransfer.messages import TransportOffer
 from kvmig.kvtransfer.transports import nixl
 from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from kvmig.launcher.environment import cluster_secret
@@ -169,7 +169,7 @@ def test_blocks_go_in_the_clear_only_where_the_network_is_trusted(transport: Tra
 def test_auto_takes_no_offer_in_the_clear_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "has_rdma", lambda: True)
     with pytest.raises(TransportError, match="nixl: this side takes encrypted ones only"):
-        open_offer([Offer("nixl", "{}")], "auto", TransportSite(trusted=False))
+        open_offer([TransportOffer("nixl", "{}")], "auto", TransportSite(trusted=False))
     pools = open_staging("auto", "test", "i0", 1, 4096, TransportSite(trusted=False))
     try:
         assert "nixl" not in pools

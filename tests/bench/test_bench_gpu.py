@@ -39,7 +39,7 @@ from bench.gpu.moves import Story, judged, slowed, told
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import begin
 from kvmig.core.errors import KvmigError, TransportError
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.engines.copy_width import CTAS_WHILE_IDLE
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_WITHOUT_TMA
 from kvmig.engines.kind import ALLOW_UNTESTED
@@ -220,7 +220,7 @@ def test_pauses_are_measured_with_the_copy_that_the_product_makes(
 ) -> None:
     gpu, ids = FakeGpu(), np.arange(1)
     address, workers = gpu.allocate(128), list[int]()
-    here, there = ([Region(address + at, 64, 64)] for at in (0, 64))
+    here, there = ([BlockRegion(address + at, 64, 64)] for at in (0, 64))
     for compiled_for in ("90", "80"):
         monkeypatch.setenv("KVMIG_FAKE_PTX", compiled_for)
         kernels = FakeKernels(gpu)

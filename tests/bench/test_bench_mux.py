@@ -21,7 +21,7 @@ from bench.mux.systems import (
     power_law,
     published,
 )
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.problem import GpuUnit, ModelLoad, PlacedInstance, cluster_of
 from kvmig_tools.sim import mux as sim
 
@@ -65,7 +65,7 @@ def test_rates_fall_by_the_power_law() -> None:
 
 
 def test_the_papers_spatial_baseline_fills_the_cluster() -> None:
-    estimator = Estimator(power_law(1.3, 40), cluster_of(figure5.CLUSTER))
+    estimator = PlanEstimator(power_law(1.3, 40), cluster_of(figure5.CLUSTER))
     sizes = [unit.gpus for unit in paper_spatial(estimator)]
     assert sizes == [8, 4, 4] + [1] * 16
     assert sum(sizes) == 32
@@ -150,7 +150,7 @@ def test_figure_7s_rates_are_those_of_the_authors_files() -> None:
 def test_figure_7s_published_placements_hold_every_model_once(load: int, system: str) -> None:
     models = figure7.published(load)
     plan = figure7.published_plan(models, system)
-    estimator = Estimator([one.llm for one in models], cluster_of(figure7.CLUSTER))
+    estimator = PlanEstimator([one.llm for one in models], cluster_of(figure7.CLUSTER))
     assert sorted(one.llm for unit in plan for one in unit.members) == list(range(16))
     assert sum(unit.gpus for unit in plan) <= 32
     assert all(estimator.unit(unit) is not None for unit in plan)
@@ -183,7 +183,7 @@ def test_figure_7_as_published_has_no_error_and_muxserve_above_both() -> None:
 
 def test_models_whose_shares_dont_fit_together_decode_in_turn() -> None:
     models = [ModelLoad(name, "llama-7b", 4.0) for name in ("a", "b")]
-    estimator = Estimator(models, cluster_of("1x1:a100-80g"))
+    estimator = PlanEstimator(models, cluster_of("1x1:a100-80g"))
     plan = (GpuUnit(1, tuple(PlacedInstance(at, one.rate) for at, one in enumerate(models))),)
     coming = small.loads(models, 20.0)
     together, in_turn = (
@@ -207,5 +207,5 @@ def test_figure_9_orders_the_policies_as_published() -> None:
 def test_figure_8s_baseline_puts_each_model_where_most_memory_is_free() -> None:
     kinds = ["llama-7b", "llama-30b", "llama-13b"]
     models = [ModelLoad(f"m{at}", kind, 3.0 - at) for at, kind in enumerate(kinds)]
-    plan = small.by_free_memory(Estimator(models, cluster_of("1x8:a100-80g")))
+    plan = small.by_free_memory(PlanEstimator(models, cluster_of("1x8:a100-80g")))
     assert [[one.llm for one in unit.members] for unit in plan] == [[0, 2], [1]]

@@ -7,24 +7,24 @@ import mmap
 from dataclasses import replace
 
 from kvmig.controlplane.own_memory import OwnMemory, cache_spans
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 
 SIZE = 64 << 20
 
 
-def layout(*regions: Region, blocks: int = 4) -> KVLayout:
+def layout(*regions: BlockRegion, blocks: int = 4) -> KVLayout:
     return KVLayout(regions, blocks, 16)
 
 
 def test_regions_that_lie_between_each_other_count_once() -> None:
-    apart = layout(Region(1000, 8, 8), Region(2000, 8, 8))
+    apart = layout(BlockRegion(1000, 8, 8), BlockRegion(2000, 8, 8))
     assert cache_spans(apart) == [(1000, 32), (2000, 32)]
-    between = layout(Region(1008, 16, 8), Region(1000, 16, 8))
+    between = layout(BlockRegion(1008, 16, 8), BlockRegion(1000, 16, 8))
     assert cache_spans(between) == [(1000, 64)]
 
 
 def test_a_cache_on_a_gpu_or_without_blocks_is_none_of_the_hosts() -> None:
-    one = layout(Region(1000, 8, 8))
+    one = layout(BlockRegion(1000, 8, 8))
     assert cache_spans(replace(one, gpu=0)) == []
     assert cache_spans(replace(one, num_blocks=0)) == []
 
@@ -32,7 +32,7 @@ def test_a_cache_on_a_gpu_or_without_blocks_is_none_of_the_hosts() -> None:
 def test_what_is_written_into_the_cache_is_not_counted_and_the_most_stays() -> None:
     with mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        own = OwnMemory(layout(Region(address, SIZE // 4, SIZE // 4)))
+        own = OwnMemory(layout(BlockRegion(address, SIZE // 4, SIZE // 4)))
         other = OwnMemory(layout())
         own.measure()
         before = own.beside_kv

@@ -11,7 +11,13 @@ from kvmig.controlplane.freeness import batch_size, free_blocks, slack
 from kvmig.controlplane.messages import PairedDestination, Pairs
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.rules import balance
-from kvmig.controlplane.scheduler import UNPAIR, InstancePairing, RoundConfig, Scheduler, rebalance
+from kvmig.controlplane.scheduler import (
+    UNPAIR,
+    InstancePairing,
+    RoundConfig,
+    RoundScheduler,
+    rebalance,
+)
 from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.core.config import SchedulerConfig
 from tests.support.examples import examples
@@ -237,7 +243,7 @@ def test_a_pair_helps_and_leaves_the_destination_above_its_threshold(
 
 
 def test_a_pair_is_renewed_every_round_and_undone_once() -> None:
-    scheduler = Scheduler(policy_of(SchedulerConfig()).rounds)
+    scheduler = RoundScheduler(policy_of(SchedulerConfig()).rounds)
     uneven = cluster(instance("a", 90, 9), instance("b", 10, 1))
     pair = ("a", Pairs((PairedDestination("b", "tcp://b", 40, 84),)))
     assert scheduler.round(uneven) == [pair]
@@ -248,7 +254,7 @@ def test_a_pair_is_renewed_every_round_and_undone_once() -> None:
 
 
 def test_an_instance_that_left_is_told_nothing() -> None:
-    scheduler = Scheduler(policy_of(SchedulerConfig()).rounds)
+    scheduler = RoundScheduler(policy_of(SchedulerConfig()).rounds)
     scheduler.round(cluster(instance("a", 90, 9), instance("b", 10, 1)))
     assert scheduler.round(cluster(instance("b", 10, 1))) == []
 
@@ -265,14 +271,14 @@ def test_without_migration_and_under_other_policies_nothing_is_paired(
     config: SchedulerConfig,
 ) -> None:
     view = cluster(instance("a", 90, 9), instance("b", 10, 1))
-    assert Scheduler(policy_of(config).rounds).round(view) == []
+    assert RoundScheduler(policy_of(config).rounds).round(view) == []
 
 
 @given(st.lists(INSTANCES, max_size=4))
 def test_the_same_views_give_the_same_orders(rounds: list[list[InstanceView]]) -> None:
     one, two = (
-        Scheduler(policy_of(SchedulerConfig()).rounds),
-        Scheduler(policy_of(SchedulerConfig()).rounds),
+        RoundScheduler(policy_of(SchedulerConfig()).rounds),
+        RoundScheduler(policy_of(SchedulerConfig()).rounds),
     )
     for instances in rounds:
         assert one.round(cluster(*instances)) == two.round(cluster(*instances))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.engines.backing import MadviseBacking, VmmBacking, group_of, spans
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import CudaDriver
@@ -21,8 +21,8 @@ PAGE = mmap.PAGESIZE
 LAYERS, BLOCKS = 3, 16
 
 
-def regions(base: int, block: int, blocks: int = BLOCKS) -> tuple[Region, ...]:
-    return tuple(Region(base + one * blocks * block, block, block) for one in range(LAYERS))
+def regions(base: int, block: int, blocks: int = BLOCKS) -> tuple[BlockRegion, ...]:
+    return tuple(BlockRegion(base + one * blocks * block, block, block) for one in range(LAYERS))
 
 
 def test_the_memory_of_blocks_is_told_in_as_few_spans_as_there_are() -> None:

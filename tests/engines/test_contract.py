@@ -14,7 +14,7 @@ import pytest
 from msgspec import structs
 
 from kvmig.core.errors import ContractViolation
-from kvmig.engines.base import Emitted, Export, Frame, Stage, Tail
+from kvmig.engines.base import EmittedTokens, Frame, RequestExport, RequestTail, StagedBlocks
 from kvmig.engines.checked import RULES, CheckedServingEngine
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.engines.transformers.payload import StepOutput
@@ -52,7 +52,7 @@ class Pair:
 async def pair(a: ToyEngine, b: ToyEngine) -> AsyncIterator[Pair]:
     tokens: dict[str, list[int]] = {}
 
-    def take(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+    def take(client: int, emitted: list[EmittedTokens], frames: list[Frame]) -> None:
         for one in a.decode_outputs(frames):
             tokens.setdefault(one.request_id, []).extend(one.token_ids)
 
@@ -85,13 +85,17 @@ async def moved(a: ToyEngine, b: ToyEngine) -> tuple[MigrationReport, Pair, bool
 class SourceBug(ToyEngine):
     """Tells or does something wrong, as `bug` has it."""
 
-    stage_bug: Callable[[ToyEngine, Stage], Stage] = staticmethod(lambda engine, stage: stage)
-    tail_bug: Callable[[Tail], Tail] = staticmethod(lambda tail: tail)
+    stage_bug: Callable[[ToyEngine, StagedBlocks], StagedBlocks] = staticmethod(
+        lambda engine, stage: stage
+    )
+    tail_bug: Callable[[RequestTail], RequestTail] = staticmethod(lambda tail: tail)
 
-    async def stage(self, request_id: str, sent: int) -> Stage:
+    async def stage(self, request_id: str, sent: int) -> StagedBlocks:
         return type(self).stage_bug(self, await super().stage(request_id, sent))
 
-    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+    async def suspend(
+        self, request_id: str, sent: int, out: memoryview | None = None
+    ) -> RequestTail:
         return type(self).tail_bug(await super().suspend(request_id, sent, out))
 
 
@@ -116,7 +120,9 @@ class FewerTokens(SourceBug):
 
 
 class WritesStaged(ToyEngine):
-    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+    async def suspend(
+        self, request_id: str, sent: int, out: memoryview | None = None
+    ) -> RequestTail:
         request = self._batch.find(request_id)
         assert request is not None
         self._cache.write(request.blocks, 0, np.zeros((1, 2), np.uint64))
@@ -124,7 +130,7 @@ class WritesStaged(ToyEngine):
 
 
 class OwnError(ToyEngine):
-    async def stage(self, request_id: str, sent: int) -> Stage:
+    async def stage(self, request_id: str, sent: int) -> StagedBlocks:
         raise KeyError(request_id)
 
 
@@ -142,7 +148,7 @@ class NoChecksums(ToyEngine):
 
 
 class OtherLayout(ToyEngine):
-    async def stage(self, request_id: str, sent: int) -> Stage:
+    async def stage(self, request_id: str, sent: int) -> StagedBlocks:
         self.layout = replace(self.layout, block_tokens=16)
         return await super().stage(request_id, sent)
 
@@ -166,7 +172,7 @@ class Shuffles(ToyEngine):
 
 
 class Eager(ToyEngine):
-    async def reserve(self, export: Export) -> int:
+    async def reserve(self, export: RequestExport) -> int:
         hits = await super().reserve(export)
         asyncio.get_running_loop().call_soon(self._put_out, 0, [StepOutput("moves", [])])
         return hits

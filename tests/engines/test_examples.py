@@ -11,7 +11,7 @@ import pytest
 
 import kvmig
 from kvmig.core.errors import ConfigError, MigrationRefused
-from kvmig.engines.base import Emitted, Frame
+from kvmig.engines.base import EmittedTokens, Frame
 from kvmig.engines.toy import factory
 from tests.engines.test_conformance import ROOT, run_suite
 
@@ -58,7 +58,7 @@ def test_a_request_moves_without_an_event_loop_of_ones_own() -> None:
     tokens: list[int] = []
     ended, some = threading.Event(), threading.Event()
 
-    def take(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+    def take(client: int, emitted: list[EmittedTokens], frames: list[Frame]) -> None:
         for one in engines["a"].decode_outputs(frames):
             tokens.extend(one.token_ids)
             some.set()

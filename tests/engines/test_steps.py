@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.engines.base import Cadence
+from kvmig.engines.base import StepCadence
 from kvmig.engines.steps import HOLD, LAUNCH_S, MOST_S, CadenceMeter, StepHold, limit_s
 from tests.support.inside import await_arrivals
 
@@ -27,7 +27,7 @@ def decoding(times: CadenceMeter, steps: int, ms: float, start: float = 0.0) -> 
 
 
 def test_an_engine_that_never_stepped_does_nothing() -> None:
-    assert CadenceMeter().cadence(1.0) == Cadence(0.0, 0.0)
+    assert CadenceMeter().cadence(1.0) == StepCadence(0.0, 0.0)
 
 
 def test_a_busy_engine_says_where_in_its_step_it_is() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.core import Metric
 
-from kvmig.accounts.keys import KeyGrant, Limits, ModelQuota
+from kvmig.accounts.keys import AccountLimits, KeyGrant, ModelQuota
 from kvmig.fleet.account_metrics import (
     MOST_QUOTAS,
     MOST_USERS,
@@ -73,7 +73,7 @@ def test_no_counter_of_a_user_ever_falls(steps: list[list[tuple[int, int]]]) -> 
 
 def test_quotas_of_keys_users_and_models_have_the_part_that_is_left() -> None:
     key = grant("key1", quota=100, quotas={"m": ModelQuota(50, "day")})
-    whole = grant("key2", user_limits=Limits(quota=1000, period="total"))
+    whole = grant("key2", user_limits=AccountLimits(quota=1000, period="total"))
     left = {"key1": QuotaLeft(25, None), "key1 m": QuotaLeft(-5, None)}
     assert quota_uses([key, whole], left, NOW) == [
         QuotaUse("key", "key1", "", "month", 0.25),
@@ -83,7 +83,7 @@ def test_quotas_of_keys_users_and_models_have_the_part_that_is_left() -> None:
 
 
 def test_a_users_quota_is_one_however_many_keys_the_user_has() -> None:
-    limits = Limits(quota=10)
+    limits = AccountLimits(quota=10)
     keys = [grant(f"key{at}", user_limits=limits) for at in range(3)]
     assert len(quota_uses(keys, {}, NOW)) == 1
 

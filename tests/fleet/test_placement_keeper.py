@@ -17,7 +17,7 @@ from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.tables import StoreError
 from kvmig.placement.executor import DeploymentClient, ReplaceFailed
-from kvmig.placement.file import PlacedModel, PlacedUnit, Placement
+from kvmig.placement.file import PlacedModel, PlacedUnit, UnitPlacement
 from kvmig.placement.moves import PlanWave
 from kvmig.proxy.messages import ModelWanted
 from tests.support.fleet_api import Api
@@ -25,8 +25,8 @@ from tests.support.fleet_stores import Place
 from tests.support.model_bench import Bench, served, silence, spec
 from tests.support.waiting import until
 
-WANTED = DesiredPlacement(Placement([PlacedUnit(models=[], memory_bytes=9, name="left")]))
-OTHER = DesiredPlacement(Placement([PlacedUnit(models=[], memory_bytes=9, name="right")]))
+WANTED = DesiredPlacement(UnitPlacement([PlacedUnit(models=[], memory_bytes=9, name="left")]))
+OTHER = DesiredPlacement(UnitPlacement([PlacedUnit(models=[], memory_bytes=9, name="right")]))
 
 
 class Keeper(PlacementController):
@@ -183,7 +183,7 @@ async def test_a_deployment_that_does_not_answer_a_look_for_lost_instances_ends_
     monkeypatch.setattr(DeploymentClient, "rows", rows)
     models = [PlacedModel(name=name, kv_bytes=1) for name in ("a", "b")]
     unit = PlacedUnit(models=models, memory_bytes=9, name="left")
-    await keeper.reach_placement(DesiredPlacement(Placement([unit])))
+    await keeper.reach_placement(DesiredPlacement(UnitPlacement([unit])))
     await until(lambda: looks.count("b") > 2)
     assert (keeper.standing().state, faults(keeper)) == ("reached", 0)
 

@@ -19,7 +19,7 @@ from kvmig.controlplane.view import InstanceView
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.live_records import PAUSE_PARTS, MoveRecord
 from kvmig.core.priorities import NORMAL, PriorityClass, with_normal
-from kvmig.engines.base import EngineLoad, Preempted
+from kvmig.engines.base import EngineLoad, PreemptionCount
 from kvmig.frontend.metrics import (
     INSTANCE_STATES,
     ClassCollector,
@@ -30,7 +30,7 @@ from kvmig.frontend.metrics import (
     downtime_s,
     with_instances,
 )
-from kvmig.kvtransfer.report import Downtime
+from kvmig.kvtransfer.report import DowntimeParts
 from kvmig.launcher.front_ends import forget_gauges
 from kvmig.sharing.messages import InUnit
 from tests.support.fake_llumlet import cluster, report
@@ -53,11 +53,11 @@ def test_migrations_are_counted_by_outcome_and_reason() -> None:
 
 
 def test_a_pause_is_its_parts_and_not_its_beginning() -> None:
-    pause = Downtime(1.0, 2.0, 3.0, 4.0, began_ms=900.0)
+    pause = DowntimeParts(1.0, 2.0, 3.0, 4.0, began_ms=900.0)
     assert downtime_s(pause) == 0.01
     shown = MoveRecord(downtime_ms=msgspec.to_builtins(pause))
     assert shown.pause_ms == 10.0
-    assert {*PAUSE_PARTS, "began_ms"} == {*Downtime.__struct_fields__}
+    assert {*PAUSE_PARTS, "began_ms"} == {*DowntimeParts.__struct_fields__}
 
 
 def test_refused_messages_are_those_since_the_start_of_their_process() -> None:
@@ -259,7 +259,7 @@ async def test_preemptions_come_from_the_instances() -> None:
     registry = Registry()
     async with cluster() as it:
         registry.register(ClassCollector(it.router.fleet.views, CLASSES))
-        counts = (Preempted(0, 5, 2), Preempted(-1, 1, 0))
+        counts = (PreemptionCount(0, 5, 2), PreemptionCount(-1, 1, 0))
         it.llumlets[0].report(EngineLoad(100, 0, 0, 0, 0, 0, preempted=counts))
         await until(lambda: registry.of("kvmig_preemptions_total", "normal", instance="0") == 5)
         assert registry.of("kvmig_preempted_for_priority_total", "normal", instance="0") == 2

@@ -26,7 +26,7 @@ from kvmig.frontend.openai.generation import (
     RequestQueues,
 )
 from kvmig.frontend.openai.routes import openai_api
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.rpc.codec import Frame
 from tests.support.byte_tokens import EOS, Bytes
 from tests.support.http_states import behind_middleware
@@ -89,7 +89,7 @@ async def http(instances: Instances) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     behind_middleware(app)
     backend = GenerationBackend(
-        cast("Router", instances), instances.outlet, cast("ModelTokenizer", Bytes(100))
+        cast("FrontendRouter", instances), instances.outlet, cast("ModelTokenizer", Bytes(100))
     )
     app.include_router(openai_api(backend, ["bytes"], 100, bearer([])))
     transport = httpx.ASGITransport(app)
@@ -257,7 +257,7 @@ async def test_a_stream_whose_client_leaves_ends_all_choices_though_it_is_cancel
     instances: Instances,
 ) -> None:
     backend = GenerationBackend(
-        cast("Router", instances), instances.outlet, cast("ModelTokenizer", Bytes(100))
+        cast("FrontendRouter", instances), instances.outlet, cast("ModelTokenizer", Bytes(100))
     )
     submitted = SubmittedRequest(prompt_token_ids=[1], max_tokens=9)
     choices = CallChoices(

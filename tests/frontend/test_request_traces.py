@@ -15,7 +15,7 @@ from kvmig.frontend.call_spans import CallSpans, operation_of
 from kvmig.frontend.request_traces import RequestTraces
 from kvmig.frontend.requests import BeamSearch, LiveRequest, RequestTable
 from kvmig.frontend.splice import StreamSplicer
-from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
+from kvmig.kvtransfer.report import DowntimeParts, MigrationReport, StageReport
 from tests.support.span_memory import SpanMemory, span_memory
 from tests.support.stubbed_front import stubbed_front
 from tests.support.waiting import until
@@ -66,7 +66,7 @@ def report(request_id: str = "r", **more: object) -> MigrationReport:
         "stages": [
             StageReport(2, 2048, 300.0, began_ms=100.0), StageReport(1, 1024, 100.0, began_ms=500.0)
         ],
-        "downtime_ms": Downtime(10.0, 20.0, 30.0, 40.0, began_ms=900.0), "tail_blocks": 1,
+        "downtime_ms": DowntimeParts(10.0, 20.0, 30.0, 40.0, began_ms=900.0), "tail_blocks": 1,
     }  # fmt: skip
     return MigrationReport(**(known | more))  # type: ignore[arg-type]
 
@@ -118,14 +118,16 @@ def test_a_migration_has_its_stages_and_the_pause_in_its_parts() -> None:
 
 def test_a_migration_ends_no_earlier_than_its_pause() -> None:
     front = Front()
-    front.traces.migrated(report(downtime_ms=Downtime(10.0, 20.0, 30.0, 140.0, began_ms=900.0)))
+    front.traces.migrated(
+        report(downtime_ms=DowntimeParts(10.0, 20.0, 30.0, 140.0, began_ms=900.0))
+    )
     assert front.times("migrate") == [(19.0, 20.1)]
 
 
 def test_stages_of_an_older_instance_follow_each_other() -> None:
     front = Front()
     stages = [StageReport(2, 2048, 300.0), StageReport(1, 1024, 100.0)]
-    front.traces.migrated(report(stages=stages, downtime_ms=Downtime(10.0, 20.0, 30.0)))
+    front.traces.migrated(report(stages=stages, downtime_ms=DowntimeParts(10.0, 20.0, 30.0)))
     assert front.times("stage") == [(19.0, 19.3), (19.3, 19.4)]
     assert front.times("pause") == [(19.4, 19.46)]
 

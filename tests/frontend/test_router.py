@@ -41,7 +41,7 @@ from kvmig.controlplane.messages import (
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import EngineLoad, RequestState
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.rpc.messages import RpcMessage
 from tests.support.fake_llumlet import (
     SECRET,
@@ -66,7 +66,7 @@ async def test_an_instance_is_described_when_it_is_added() -> None:
 
 
 async def test_an_instance_that_does_not_answer_is_not_added() -> None:
-    router = Router("front", SECRET, ClusterConfig(), Front(), decode)
+    router = FrontendRouter("front", SECRET, ClusterConfig(), Front(), decode)
     with pytest.raises(InstanceLost, match=r"instance 7 at tcp://127\.0\.0\.1:9 did not answer"):
         await router.add_instance("7", "tcp://127.0.0.1:9", timeout_s=0.1)
     assert router.fleet.rows() == []
@@ -91,7 +91,7 @@ async def test_instances_tell_any_front_end_that_they_are_parked_and_who_waits_h
         async with asyncio.timeout(5):
             await it.router.fleet.parking.wait()
         assert it.router.fleet.parked
-        later = Router("later", SECRET, ClusterConfig(), Front(), decode)
+        later = FrontendRouter("later", SECRET, ClusterConfig(), Front(), decode)
         try:
             await later.add_instance("1", it.llumlets[1].endpoint)
             await until(lambda: later.fleet.parked)

@@ -41,7 +41,7 @@ from kvmig.engines.vllm.outputs import (
 from kvmig.frontend.call_aborts import CallAborts
 from kvmig.frontend.isolation import OwnEntries
 from kvmig.frontend.openai.vllm.server import VllmServer
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.models import BUNDLED
 from tests.engines.vllm.test_vllm_multimodal import with_image
 from tests.support.environment import environment
@@ -250,7 +250,7 @@ async def test_a_front_end_comes_up_though_the_instance_that_it_heard_of_is_gone
         await server.load()
     server.learn([pair.a.engine.describe()])
 
-    app = await server.make_app(cast("Router", Cluster()))
+    app = await server.make_app(cast("FrontendRouter", Cluster()))
 
     assert "/v1/completions" in {getattr(route, "path", "") for route in app.routes}
     responses = app.state.openai_serving_responses

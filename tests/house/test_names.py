@@ -45,68 +45,18 @@ VAGUE = frozenset(
 )
 """Names of methods that say neither what is done nor with what."""
 
-ONE_WORD = {
-    "Abort",
-    "Aborted",
-    "Body",
-    "Bundle",
-    "Cadence",
-    "Chunk",
-    "Clock",
-    "Commit",
-    "Committed",
-    "Completion",
-    "Discard",
-    "Downtime",
-    "Emitted",
-    "Engine",
-    "Estimator",
-    "Expect",
-    "Export",
-    "Fence",
-    "Fenced",
-    "Hello",
-    "Kernels",
-    "Limits",
-    "Listing",
-    "Llumlet",
-    "Members",
-    "Message",
-    "Migrate",
-    "Migrated",
-    "Migrator",
-    "Model",
-    "Models",
-    "Offer",
-    "Output",
-    "Outputs",
-    "Overrun",
-    "Pairs",
-    "Placement",
-    "Policy",
-    "Preempted",
-    "Problem",
-    "Refused",
-    "Region",
-    "Reserve",
-    "Reserved",
-    "Resolve",
-    "Resolved",
-    "Router",
-    "Scheduler",
-    "Sharing",
-    "Stage",
-    "Submit",
-    "Suite",
-    "Tail",
-    "Usage",
-    "Welcome",
-}
-"""Classes with a name of one word.
-
-Most of them are messages, which are called as on the wire, and names that users import.
-"""
-
+MESSAGES = {
+    "Abort", "Aborted", "Bundle", "Chunk", "Commit", "Committed", "Discard", "Expect", "Fence",
+    "Fenced", "Hello", "Members", "Migrate", "Migrated", "Outputs", "Overrun", "Pairs", "Refused",
+    "Reserve", "Reserved", "Resolve", "Resolved", "Submit", "Welcome",
+}  # fmt: skip
+"""Messages of the control sockets, which are called as on the wire."""
+SCHEMAS = {"Completion", "Message", "Model", "Models", "Problem", "Usage"}
+"""Bodies and answers that clients' code knows by these names of `/openapi.json`."""
+IMPORTED = {"Engine", "Llumlet", "Migrator", "Policy"}
+"""What programs import that embed kvmig."""
+ONE_WORD = MESSAGES | SCHEMAS | IMPORTED
+"""Public classes with a name of one word."""
 
 ERROR_NAME = r"(?:\w+\.)*[A-Z]\w+"
 PROMISE = re.compile(rf"\b[Rr]aises? ((?:{ERROR_NAME}(?:, (?:and |or )?| and | or )?)+)")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmig.core.layout import KVLayout, Region, fused
+from kvmig.core.layout import BlockRegion, KVLayout, fused
 from kvmig.kernels import select
 from kvmig.kernels.copy import address_of, checksum_fused, copy_blocks
 from kvmig.kernels.select import VARIABLE
@@ -153,12 +153,12 @@ def test_regions_that_differ_are_refused(pair: tuple[Cache, Cache]) -> None:
 @pytest.mark.parametrize(
     ("region", "message"),
     [
-        (Region(0, 8, 8), r"region 0 begins at address 0"),
-        (Region(4096, 8, -8), r"region 0 has a run of -8 bytes"),
-        (Region(4096, 7, 8), r"runs of 8 bytes overlap at a block stride of 7"),
+        (BlockRegion(0, 8, 8), r"region 0 begins at address 0"),
+        (BlockRegion(4096, 8, -8), r"region 0 has a run of -8 bytes"),
+        (BlockRegion(4096, 7, 8), r"runs of 8 bytes overlap at a block stride of 7"),
     ],
 )
-def test_regions_that_can_not_be_are_refused(region: Region, message: str) -> None:
+def test_regions_that_can_not_be_are_refused(region: BlockRegion, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         copy_blocks([region], [region], [0], [1], 2, 2)
 
@@ -182,7 +182,7 @@ def test_a_read_only_view_can_be_read() -> None:
 
 def test_a_layout_of_its_own_block_size_is_gathered_where_it_is_asked_for(backend: str) -> None:
     memory = np.arange(32, dtype=np.uint8)
-    layout = KVLayout((Region(memory.ctypes.data, 8, 8),), 4, 16)
+    layout = KVLayout((BlockRegion(memory.ctypes.data, 8, 8),), 4, 16)
     buffer = bytearray(16)
     copy_blocks(layout.regions, fused(address_of(buffer), layout), [3, 1], [0, 1], 4, 2)
     assert bytes(buffer) == memory[24:32].tobytes() + memory[8:16].tobytes()

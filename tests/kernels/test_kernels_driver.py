@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels import driver, select
 from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.driver import CopyAttributes, CudaDriver
@@ -334,7 +334,7 @@ def test_the_copy_engines_are_asked_to_leave_the_sms_alone(
     """A11."""
     gpu, asked = FakeGpu(), list[CopyAttributes]()
     monkeypatch.setattr(gpu, "call", lambda name, *given: asked.append(given[4]._obj))
-    region, ids = [Region(4096, 16, 16)], np.zeros(1, np.int64)
+    region, ids = [BlockRegion(4096, 16, 16)], np.zeros(1, np.int64)
     gpu.copy_blocks(region, region, ids, ids, stream=1)
     (how,) = asked
     assert (how.source_order, how.flags) == (1, 1)  # in the stream's order, beside kernels

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.gpu import GpuKernels
@@ -69,7 +69,7 @@ def test_checksums_are_those_of_the_reference(
     assert emulated.checksum(source.layout.regions, numbers, workers=workers).wait() == wanted
 
 
-def aligned(cache: Cache) -> tuple[Region, ...]:
+def aligned(cache: Cache) -> tuple[BlockRegion, ...]:
     """Its regions, all on 16-byte boundaries. NumPy's memory begins on one."""
     assert all((r.base | r.block_stride | r.run) % 16 == 0 for r in cache.layout.regions)
     return cache.layout.regions

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels import cuda, nvrtc
 from kvmig.kernels.api import BlockCopy, PendingWork
 from kvmig.kernels.call_memory import SMALLEST
@@ -21,7 +21,7 @@ from tests.support.inside import forget_driver
 pytestmark = pytest.mark.usefixtures("gpus")
 """Which see that all comes back."""
 
-REGIONS = (Region(4096, 64, 64),)
+REGIONS = (BlockRegion(4096, 64, 64),)
 
 
 class Launches:
@@ -160,8 +160,10 @@ def test_empty_lists_launch_nothing(world: World) -> None:
     assert world.kernels.checksum((), np.zeros(2, np.int64)).wait() == [0, 0]
 
 
-@pytest.mark.parametrize("region", [Region(8, 64, 64), Region(64, 72, 64), Region(64, 64, 60)])
-def test_the_tma_refuses_what_is_not_on_its_boundaries(world: World, region: Region) -> None:
+@pytest.mark.parametrize(
+    "region", [BlockRegion(8, 64, 64), BlockRegion(64, 72, 64), BlockRegion(64, 64, 60)]
+)
+def test_the_tma_refuses_what_is_not_on_its_boundaries(world: World, region: BlockRegion) -> None:
     ids = np.zeros(1, np.int64)
     with pytest.raises(KernelUnavailable, match="not on 16-byte boundaries"):
         world.kernels.copy_tma(BlockCopy(REGIONS, (region,), ids, ids), checksums=False)

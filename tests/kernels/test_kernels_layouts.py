@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvmig.core.errors import UnsupportedLayout
-from kvmig.core.layout import Region, fused
+from kvmig.core.layout import BlockRegion, fused
 from kvmig.kernels.copy import copy_blocks
 from kvmig.kernels.layouts import ORDERS, CacheGroup, kv_layout, regions
 from tests.support.poisoned import GUARD, POISON, make_paged, paged
@@ -48,20 +48,23 @@ def at(memory: NDArray[np.uint8], address: int, nbytes: int) -> NDArray[np.uint8
 
 
 def test_the_example_of_the_docstring() -> None:
-    assert regions(EXAMPLE) == (Region(4096, 16384, 16384), Region(4096 + 3 * 16384, 16384, 16384))
+    assert regions(EXAMPLE) == (
+        BlockRegion(4096, 16384, 16384),
+        BlockRegion(4096 + 3 * 16384, 16384, 16384),
+    )
 
 
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
-        ("LBNHC", [Region(4096, 16384, 16384), Region(4096 + 49152, 16384, 16384)]),
-        ("BLHNC", [Region(4096, 32768, 32768)]),
-        ("BLNHC", [Region(4096, 32768, 32768)]),
-        ("2BNHC", [Region(4096 + 24576 * half, 8192, 8192) for half in range(4)]),
-        ("B2HNC", [Region(4096, 16384, 16384), Region(4096 + 49152, 16384, 16384)]),
+        ("LBNHC", [BlockRegion(4096, 16384, 16384), BlockRegion(4096 + 49152, 16384, 16384)]),
+        ("BLHNC", [BlockRegion(4096, 32768, 32768)]),
+        ("BLNHC", [BlockRegion(4096, 32768, 32768)]),
+        ("2BNHC", [BlockRegion(4096 + 24576 * half, 8192, 8192) for half in range(4)]),
+        ("B2HNC", [BlockRegion(4096, 16384, 16384), BlockRegion(4096 + 49152, 16384, 16384)]),
     ],
 )
-def test_runs_are_as_long_as_the_order_allows(order: str, expected: list[Region]) -> None:
+def test_runs_are_as_long_as_the_order_allows(order: str, expected: list[BlockRegion]) -> None:
     assert regions(replace(EXAMPLE, order=order)) == tuple(expected)
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels import abi, build, native
-from kvmig.kernels.api import BlockCopy, Kernels
+from kvmig.kernels.api import BlockCopy, CopyKernels
 
 ROOT = Path(__file__).parents[2]
 DRIVERS = sorted((ROOT / "tests" / "native").glob("*_driver.cpp"))
@@ -29,19 +29,19 @@ DRIVERS = sorted((ROOT / "tests" / "native").glob("*_driver.cpp"))
 MEMORY = np.zeros(64, np.uint8)
 HERE = MEMORY.ctypes.data
 IDS = np.zeros(1, np.int64)
-RUN, OTHER = Region(HERE, 8, 8), Region(HERE, 9, 9)
+RUN, OTHER = BlockRegion(HERE, 8, 8), BlockRegion(HERE, 9, 9)
 
 
 @pytest.mark.parametrize(
     "call",
     [
         lambda by: by.copy(BlockCopy([RUN], [OTHER], IDS, IDS), checksums=True),
-        lambda by: by.copy(BlockCopy([Region(0, 8, 8)], [RUN], IDS, IDS), checksums=True),
+        lambda by: by.copy(BlockCopy([BlockRegion(0, 8, 8)], [RUN], IDS, IDS), checksums=True),
         lambda by: by.copy(BlockCopy([RUN], [RUN], IDS, IDS), checksums=True, workers=-1),
-        lambda by: by.checksum([Region(HERE, 8, -8)], IDS),
+        lambda by: by.checksum([BlockRegion(HERE, 8, -8)], IDS),
     ],
 )
-def test_the_library_refuses_what_can_not_be(call: functools.partial[Kernels]) -> None:
+def test_the_library_refuses_what_can_not_be(call: functools.partial[CopyKernels]) -> None:
     with pytest.raises(ValueError, match="the kernel library refused its arguments"):
         call(native.load())
     assert not MEMORY.any()
@@ -62,7 +62,7 @@ def test_a_child_of_a_fork_copies_with_threads_of_its_own() -> None:
     """The threads of the parent, and maybe a lock that they held, are not there any more."""
     code = """
 import os, numpy as np
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.native import load
 size = 1 << 20
@@ -70,7 +70,7 @@ memory = np.arange(8 * size, dtype=np.uint8)
 other = np.zeros(8 * size, np.uint8)
 ids = np.arange(8)
 def copied():
-    regions = [Region(a.ctypes.data, size, size) for a in (memory, other)]
+    regions = [BlockRegion(a.ctypes.data, size, size) for a in (memory, other)]
     blocks = BlockCopy(regions[:1], regions[1:], ids, ids)
     sums = load().copy(blocks, checksums=True, workers=3).wait()
     return len(sums) == 8 and np.array_equal(memory, other)

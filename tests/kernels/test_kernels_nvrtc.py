@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvmig.core.errors import KernelUnavailable
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels import build, nvrtc
 from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.gpu import GpuKernels
@@ -21,7 +21,7 @@ from tests.support.fake_gpu import FakeGpu
 
 CTYPES = {"int64_t": np.int64, "int32_t": np.int32}
 """Of parameters; an address is 64 bits as well."""
-REGIONS = (Region(4096, 64, 64),)
+REGIONS = (BlockRegion(4096, 64, 64),)
 IDS = np.zeros(1, np.int64)
 BLOCKS = BlockCopy(REGIONS, REGIONS, IDS, IDS)
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.triton_kernels import TritonKernels
 from kvmig.kernels.triton_launch import QueuedWork, TritonLauncher, alignment, power_of_two
@@ -60,7 +60,7 @@ def test_the_interpreted_kernels_pass_the_tests_of_every_implementation() -> Non
 ORDER = """
 import numpy as np
 from triton.runtime.interpreter import interpreter_builder as builder
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.triton_kernels import TritonKernels
 
@@ -75,7 +75,7 @@ def noted(pointers, *rest):
 
 builder.create_masked_load = noted
 ids = np.arange(6)
-regions = [[Region(one.ctypes.data, 4096, 4096)] for one in (source, target)]
+regions = [[BlockRegion(one.ctypes.data, 4096, 4096)] for one in (source, target)]
 TritonKernels("cpu").copy(BlockCopy(*regions, ids, ids), checksums=False, workers=2).wait()
 assert (source == target).all()
 print(seen)
@@ -111,8 +111,8 @@ def recorders(
 
 def gather(kernels: TritonKernels, run: int, checksums: bool = True, workers: int = 0) -> None:
     """Two layers' blocks of `run` bytes into a fused buffer."""
-    paged = [Region(ADDRESS + layer * run * 100, run, run) for layer in range(2)]
-    buffer = [Region(2 * ADDRESS + layer * run, 2 * run, run) for layer in range(2)]
+    paged = [BlockRegion(ADDRESS + layer * run * 100, run, run) for layer in range(2)]
+    buffer = [BlockRegion(2 * ADDRESS + layer * run, 2 * run, run) for layer in range(2)]
     ids = np.arange(5)
     blocks = BlockCopy(paged, buffer, ids, ids)
     kernels.copy(blocks, checksums=checksums, workers=workers)
@@ -152,7 +152,7 @@ def test_a_checksum_loads_vectors_and_stores_nothing(
     recorders: tuple[TritonKernels, dict[str, Recorder]], capability: int
 ) -> None:
     kernels, recorded = recorders
-    kernels.checksum([Region(ADDRESS, 32 << 10, 32 << 10)], np.arange(3))
+    kernels.checksum([BlockRegion(ADDRESS, 32 << 10, 32 << 10)], np.arange(3))
     assert vector_accesses(recorded["copy_kernel"].compiled(capability)) == (8, 0)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError, MigrationRefused
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 from kvmig.core.quantities import quantity
 from kvmig.kvtransfer.migrations import admit, kv_bytes
 from kvmig.kvtransfer.report import MigrationReport
@@ -21,7 +21,7 @@ from tests.support.waiting import PATIENCE_S, until
 
 
 def test_a_request_holds_whole_blocks() -> None:
-    layout = KVLayout((Region(0, 1000, 1000),), 10, 16)
+    layout = KVLayout((BlockRegion(0, 1000, 1000),), 10, 16)
     assert [kv_bytes(tokens, layout) for tokens in (0, 1, 16, 33)] == [0, 1000, 1000, 3000]
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvmig.core.errors import PeerError, TransportError
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import CudaDriver
-from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.messages import Chunk, TransportOffer
 from kvmig.kvtransfer.transports import cuda_ipc
 from kvmig.kvtransfer.transports.base import StagingPool, TransportInbox
 from kvmig.kvtransfer.transports.cuda_ipc import IpcOrigin, IpcPlace
@@ -214,7 +214,9 @@ async def test_a_source_that_is_killed_leaves_its_inbox_whole_and_stale(
     source: subprocess.Popen[str],
 ) -> None:
     assert source.stdout is not None
-    inbox = open_offer([Offer("cuda-ipc", source.stdout.readline())], "auto", TransportSite(gpu=0))
+    inbox = open_offer(
+        [TransportOffer("cuda-ipc", source.stdout.readline())], "auto", TransportSite(gpu=0)
+    )
     assert not inbox.stale
     source.kill()
     source.wait(20)

@@ -9,7 +9,7 @@ import pytest
 
 from kvmig.core.errors import InvalidTransition
 from kvmig.engines import base
-from kvmig.engines.base import Stage, Tail
+from kvmig.engines.base import RequestTail, StagedBlocks
 from kvmig.kvtransfer import destination_machine, source_machine
 from kvmig.kvtransfer import destination_machine as destination
 from kvmig.kvtransfer import source_machine as source
@@ -34,8 +34,8 @@ from kvmig.kvtransfer.source_machine import (
 )
 from kvmig.rpc.messages import RpcMessage
 
-TAIL = Tail([9], 33, 3, b"")
-EXPORT = base.Export("r", 30, [])
+TAIL = RequestTail([9], 33, 3, b"")
+EXPORT = base.RequestExport("r", 30, [])
 
 
 def source_at(state: source.SourceState) -> SourceMachine:
@@ -44,10 +44,10 @@ def source_at(state: source.SourceState) -> SourceMachine:
     steps: tuple[tuple[source.SourceState | None, Callable[[], object]], ...] = (
         (source.SourceState.EXPORTING, lambda: machine.exported(30)),
         (source.SourceState.RESERVING, lambda: machine.reserved(1)),
-        (source.SourceState.CHECKING, lambda: machine.checked(Stage([4, 5, 6], 31))),
+        (source.SourceState.CHECKING, lambda: machine.checked(StagedBlocks([4, 5, 6], 31))),
         (source.SourceState.RESERVING_STAGE, lambda: machine.reserved(0)),
         (source.SourceState.COPYING, machine.copied),
-        (None, lambda: machine.checked(Stage([7], 32))),
+        (None, lambda: machine.checked(StagedBlocks([7], 32))),
         (source.SourceState.RESERVING_TAIL, lambda: machine.reserved(0)),
         (source.SourceState.SUSPENDING, lambda: machine.suspended(TAIL)),
         (source.SourceState.SENDING_TAIL, machine.commit_sent),
@@ -102,10 +102,10 @@ def test_the_source_goes_from_export_to_release() -> None:
     assert machine.start() == [source_machine.ExportRequest()]
     assert machine.exported(30) == [source_machine.SendReserve(0, 30)]
     assert machine.reserved(2) == [source_machine.CheckRequest(sent=2)]
-    assert machine.checked(Stage([4, 5, 6], 31)) == [source_machine.SendReserve(1, 31)]
+    assert machine.checked(StagedBlocks([4, 5, 6], 31)) == [source_machine.SendReserve(1, 31)]
     assert machine.reserved(0) == [source_machine.CopyStage(1, 2, (4, 5, 6))]
     assert machine.copied() == [source_machine.CheckRequest(sent=5)]
-    assert machine.checked(Stage([7], 33)) == [source_machine.SendReserve(2, 33, last=True)]
+    assert machine.checked(StagedBlocks([7], 33)) == [source_machine.SendReserve(2, 33, last=True)]
     assert machine.reserved(0) == [source_machine.SuspendRequest(sent=5)]
     assert machine.suspended(TAIL) == [source_machine.SendTail(5, TAIL)]
     assert machine.commit_sent() == []
@@ -151,7 +151,7 @@ def test_a_request_whose_fate_nobody_tells_is_dropped_after_so_many_questions() 
     machine = SourceMachine("m", max_stages=0, questions=2)
     machine.exported(30)
     machine.reserved(0)
-    machine.checked(Stage([7], 32))
+    machine.checked(StagedBlocks([7], 32))
     machine.reserved(0)
     machine.suspended(TAIL)
     machine.commit_sent()
@@ -227,10 +227,12 @@ def test_the_source_stops_copying_at_the_last_stage() -> None:
     machine = SourceMachine("m", max_stages=1)
     machine.exported(30)
     machine.reserved(0)
-    machine.checked(Stage([1, 2], 30))
+    machine.checked(StagedBlocks([1, 2], 30))
     machine.reserved(0)
     machine.copied()
-    assert machine.checked(Stage([3, 4, 5], 50)) == [source_machine.SendReserve(2, 50, last=True)]
+    assert machine.checked(StagedBlocks([3, 4, 5], 50)) == [
+        source_machine.SendReserve(2, 50, last=True)
+    ]
     assert machine.reserved(0) == [source_machine.SuspendRequest(2)]
 
 
@@ -238,7 +240,9 @@ def test_without_live_stages_the_request_is_suspended_first() -> None:
     machine = SourceMachine("m", max_stages=0)
     machine.exported(30)
     machine.reserved(0)
-    assert machine.checked(Stage([1, 2, 3], 30)) == [source_machine.SendReserve(1, 30, last=True)]
+    assert machine.checked(StagedBlocks([1, 2, 3], 30)) == [
+        source_machine.SendReserve(1, 30, last=True)
+    ]
     assert machine.reserved(0) == [source_machine.SuspendRequest(0)]
 
 
@@ -247,12 +251,12 @@ def waiting_source() -> SourceMachine:
     machine = SourceMachine("m", max_stages=8)
     machine.exported(30)
     machine.reserved(0)
-    assert machine.checked(Stage([], 0)) == [source_machine.SuspendRequest(0)]
+    assert machine.checked(StagedBlocks([], 0)) == [source_machine.SuspendRequest(0)]
     return machine
 
 
 def test_a_request_that_waits_goes_without_room_or_blocks() -> None:
-    machine, tail = waiting_source(), Tail([], 30, 0, b"")
+    machine, tail = waiting_source(), RequestTail([], 30, 0, b"")
     assert machine.suspended(tail) == [source_machine.SendTail(0, tail)]
 
 
@@ -428,12 +432,12 @@ def test_a_source_that_does_not_know_whether_an_idle_session_was_committed_keeps
     machine = SourceMachine("m", max_stages=8, idle=True)
     machine.exported(32)
     machine.reserved(0)
-    machine.checked(Stage([4, 5], 32))
+    machine.checked(StagedBlocks([4, 5], 32))
     machine.reserved(0)
     machine.copied()
-    machine.checked(Stage([], 32))
+    machine.checked(StagedBlocks([], 32))
     machine.reserved(0)
-    machine.suspended(Tail([], 32, 0, b""))
+    machine.suspended(RequestTail([], 32, 0, b""))
     machine.commit_sent()
     assert machine.unreachable() == [ResumeRequest(), SendAbort("timeout")]
     assert (machine.state, machine.reason) == (source.SourceState.ABORTED, "timeout")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.messages import Chunk, TransportOffer
 from kvmig.kvtransfer.transports.base import TransportInbox
 from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from kvmig.kvtransfer.transports.shm import sweep
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("gpus")
 """Which see that all comes back."""
 
 
-def opened(offer: Offer, gpu: int) -> TransportInbox:
+def opened(offer: TransportOffer, gpu: int) -> TransportInbox:
     return open_offer([offer], "shm", TransportSite(gpu=gpu))
 
 
@@ -102,7 +102,7 @@ async def test_a_source_that_is_killed_leaves_pages_that_can_be_read_and_are_giv
     cluster: str,
 ) -> None:
     sums, token = killed_source(cluster)
-    inbox, target = opened(Offer("shm", token), 0), GpuEnd(0, 2)
+    inbox, target = opened(TransportOffer("shm", token), 0), GpuEnd(0, 2)
     before = pinned()
     assert inbox.memory is not None
     target.copies.scatter([], inbox.memory)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvmig.core.errors import PeerError, TransportError
-from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
+from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, TransportOffer
 from kvmig.kvtransfer.transports import lane, tcp
 from kvmig.kvtransfer.transports.base import StagingPool, TransportInbox
 from kvmig.kvtransfer.transports.lane import LaneReceiver, LaneSender, LaneTicket
@@ -278,7 +278,7 @@ async def test_without_a_way_to_the_port_the_bytes_come_with_the_message(
 
 async def test_peers_of_an_earlier_version_use_the_messages() -> None:
     staging, inbox = _ends()
-    old_inbox = open_offer([Offer("tcp")], "tcp", HERE)
+    old_inbox = open_offer([TransportOffer("tcp")], "tcp", HERE)
     assert old_inbox.token == ""
     slot = await staging.acquire(1.0)
     assert await _push(staging, old_inbox, slot, 2) == 0

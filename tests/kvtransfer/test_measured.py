@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 from kvmig.kvtransfer.measured import BlockRate, ChunkSizer, slot_bytes
 from kvmig.kvtransfer.report import MigrationReport, StageReport
 
 
 def layout(block_bytes: int, gpu: int | None = None) -> KVLayout:
-    return KVLayout((Region(0, block_bytes, block_bytes),), 1, 16, gpu=gpu)
+    return KVLayout((BlockRegion(0, block_bytes, block_bytes),), 1, 16, gpu=gpu)
 
 
 MS = st.floats(min_value=1e-6, max_value=1e6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.engines.base import Cadence
+from kvmig.engines.base import StepCadence
 from kvmig.kvtransfer.messages import Commit, Expect
 from tests.support.fake_cluster import cluster, dropping
 from tests.support.fake_engine import FakeEngine
@@ -12,7 +12,7 @@ from tests.support.fake_engine import FakeEngine
 
 async def test_the_destination_hears_when_the_commit_comes() -> None:
     source = FakeEngine(num_blocks=1000)
-    source.now = Cadence(4.0, 10.0)
+    source.now = StepCadence(4.0, 10.0)
     destination = FakeEngine(num_blocks=1000)
     async with cluster(source=source, destination=destination) as them:
         assert (await them.move()).state == "committed"

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.core.errors import MigrationRefused
-from kvmig.engines.base import Export
+from kvmig.engines.base import RequestExport
 from kvmig.kvtransfer.messages import Chunk, Commit, Committed, FirstToken, Reserve, Reserved
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.rpc.messages import RpcMessage
@@ -23,7 +23,7 @@ class SessionEngine(FakeEngine):
         super().__init__(steps=0)
         self.decoding = False
 
-    async def export(self, request_id: str) -> Export:
+    async def export(self, request_id: str) -> RequestExport:
         return replace(await super().export(request_id), idle=True)
 
 

@@ -13,7 +13,7 @@ from kvmig import migrator as migrator_module
 from kvmig.core.config import MigrationConfig, Transport
 from kvmig.core.errors import KvmigError
 from kvmig.core.layout import KVLayout
-from kvmig.engines.base import Emitted
+from kvmig.engines.base import EmittedTokens
 from kvmig.testing.interposed import failing
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.inside import end_loop, loop_of
@@ -31,7 +31,7 @@ async def test_a_request_that_ends_while_it_moves_is_given_up_at_once(method: st
         async def end(called: str) -> None:
             if called == method:
                 engines["a"].end("r")
-                heard(1, [Emitted("r", 1, finished=True)], [])
+                heard(1, [EmittedTokens("r", 1, finished=True)], [])
 
         engines["b"].before = end
         report = await migrator.migrate("r", "a", "b")

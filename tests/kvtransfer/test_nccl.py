@@ -16,7 +16,7 @@ from kvmig.core.errors import PeerError, TransportError
 from kvmig.kernels import nccl
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import CudaDriver
-from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.messages import Chunk, TransportOffer
 from kvmig.kvtransfer.transports import nccl as transport
 from kvmig.kvtransfer.transports.base import StagingPool, TransportInbox
 from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
@@ -41,7 +41,7 @@ def staging_on(gpu: int, slot_bytes: int = SIZE) -> StagingPool:
     return open_staging("nccl", "test", "a", SLOTS, slot_bytes, TransportSite(gpu=gpu))["nccl"]
 
 
-def inbox_on(gpu: int, offer: Offer) -> TransportInbox:
+def inbox_on(gpu: int, offer: TransportOffer) -> TransportInbox:
     return open_offer([offer], "nccl", TransportSite(gpu=gpu))
 
 

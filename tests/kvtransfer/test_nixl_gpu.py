@@ -20,7 +20,7 @@ from kvmig.core.errors import PeerError, TransportError
 from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import CudaDriver
-from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.messages import Chunk, TransportOffer
 from kvmig.kvtransfer.transports import nixl, ucx
 from kvmig.kvtransfer.transports.base import BufferShape, StagingPool, TransportInbox
 from kvmig.kvtransfer.transports.nixl import NixlInbox, NixlStaging, RdmaPlace
@@ -168,7 +168,7 @@ async def test_a_source_that_is_killed_leaves_what_came_whole_and_the_next_one_f
         with source_that_dies() as process:
             assert process.stdin is not None
             assert process.stdout is not None
-            inbox = NixlInbox(Offer("nixl", process.stdout.readline()), gpu=1)
+            inbox = NixlInbox(TransportOffer("nixl", process.stdout.readline()), gpu=1)
             print(inbox.token, file=process.stdin, flush=True)
             came = []
             for slot in range(2):
@@ -222,7 +222,7 @@ def test_a_source_that_knows_no_gpus_is_given_memory_of_the_host(
 ) -> None:
     """One of the version before."""
     offered = nixl.RdmaOffer(SLOTS, SIZE, gpus=True) if knows else BufferShape(SLOTS, SIZE)
-    inbox = NixlInbox(Offer("nixl", offered.token()), gpu=1)
+    inbox = NixlInbox(TransportOffer("nixl", offered.token()), gpu=1)
     place = msgspec.json.decode(inbox.token, type=RdmaPlace)
     assert (place.kind, place.device) == (kind, int(knows))
     inbox.close()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvmig.engines.base import Cadence
+from kvmig.engines.base import StepCadence
 from kvmig.engines.steps import limit_s
 from kvmig.frontend.streams import MOST_S, DelayRamp
 from kvmig.kvtransfer.measured import LeadTime, MeasuredPause, PauseTime
@@ -40,48 +40,51 @@ STEP_MS = st.floats(1.0, 100.0)
 
 
 def test_a_destination_that_rests_is_not_waited_for() -> None:
-    assert put_off_ms(Cadence(3.0, 10.0), Cadence(0.0, 0.0), 2.0) == 0.0
+    assert put_off_ms(StepCadence(3.0, 10.0), StepCadence(0.0, 0.0), 2.0) == 0.0
 
 
 def test_the_examples_of_the_docstring() -> None:
-    assert put_off_ms(Cadence(0.0, 10.0), Cadence(3.0, 10.0), 2.0) == 11.0
-    assert put_off_ms(Cadence(0.0, 10.0), Cadence(6.0, 10.0), 2.0) == 0.0
-    assert put_off_ms(Cadence(0.0, 10.0), Cadence(0.0, 10.0), 2.0) > 0.0
-    assert put_off_ms(Cadence(0.0, 10.0), Cadence(0.0, 10.0), 2.0, can_hold=True) == 0.0
+    assert put_off_ms(StepCadence(0.0, 10.0), StepCadence(3.0, 10.0), 2.0) == 11.0
+    assert put_off_ms(StepCadence(0.0, 10.0), StepCadence(6.0, 10.0), 2.0) == 0.0
+    assert put_off_ms(StepCadence(0.0, 10.0), StepCadence(0.0, 10.0), 2.0) > 0.0
+    assert put_off_ms(StepCadence(0.0, 10.0), StepCadence(0.0, 10.0), 2.0, can_hold=True) == 0.0
 
 
 def test_a_request_comes_when_its_step_has_ended_and_it_has_gone_its_way() -> None:
-    assert due_ms(Cadence(4.0, 10.0), 2.0) == pytest.approx(8.0)
-    assert due_ms(Cadence(24.0, 10.0), 2.0) == pytest.approx(8.0)  # two steps without a word
-    assert due_ms(Cadence(0.0, 0.0), 2.0) == 2.0
+    assert due_ms(StepCadence(4.0, 10.0), 2.0) == pytest.approx(8.0)
+    assert due_ms(StepCadence(24.0, 10.0), 2.0) == pytest.approx(8.0)  # two steps without a word
+    assert due_ms(StepCadence(0.0, 0.0), 2.0) == 2.0
 
 
 def test_where_steps_overlap_a_request_is_in_the_next_one_too() -> None:
-    assert drain_ms(Cadence(4.0, 10.0)) == pytest.approx(6.0)
-    assert drain_ms(Cadence(4.0, 10.0, 3.0)) == pytest.approx(16.0)
-    assert due_ms(Cadence(4.0, 10.0, 3.0), 2.0) == pytest.approx(18.0)
-    assert due_ms(Cadence(0.0, 0.0, 3.0), 2.0) == 2.0
+    assert drain_ms(StepCadence(4.0, 10.0)) == pytest.approx(6.0)
+    assert drain_ms(StepCadence(4.0, 10.0, 3.0)) == pytest.approx(16.0)
+    assert due_ms(StepCadence(4.0, 10.0, 3.0), 2.0) == pytest.approx(18.0)
+    assert due_ms(StepCadence(0.0, 0.0, 3.0), 2.0) == 2.0
 
 
 def test_where_steps_overlap_a_suspension_is_asked_for_just_before_a_step_ends() -> None:
-    assert spare_ms(Cadence(2.0, 10.0, 3.0)) == pytest.approx(8.0 - EARLY * 10.0)
-    assert spare_ms(Cadence(8.0, 10.0, 3.0)) == 0.0
-    assert spare_ms(Cadence(2.0, 10.0)) == 0.0
-    assert spare_ms(Cadence(2.0, 0.0, 3.0)) == 0.0
+    assert spare_ms(StepCadence(2.0, 10.0, 3.0)) == pytest.approx(8.0 - EARLY * 10.0)
+    assert spare_ms(StepCadence(8.0, 10.0, 3.0)) == 0.0
+    assert spare_ms(StepCadence(2.0, 10.0)) == 0.0
+    assert spare_ms(StepCadence(2.0, 0.0, 3.0)) == 0.0
 
 
 def test_a_step_that_is_launched_early_wants_the_request_as_much_earlier() -> None:
-    here = Cadence(0.0, 10.0)
-    assert put_off_ms(here, Cadence(6.0, 10.0), 2.0) == 0.0
-    assert put_off_ms(here, Cadence(6.0, 10.0, 3.0), 2.0) > 0.0
-    assert put_off_ms(here, Cadence(3.0, 10.0, 3.0), 2.0) == 0.0
+    here = StepCadence(0.0, 10.0)
+    assert put_off_ms(here, StepCadence(6.0, 10.0), 2.0) == 0.0
+    assert put_off_ms(here, StepCadence(6.0, 10.0, 3.0), 2.0) > 0.0
+    assert put_off_ms(here, StepCadence(3.0, 10.0, 3.0), 2.0) == 0.0
 
 
 @given(STEP_MS, STEP_MS, st.floats(0, 1), st.floats(0, 1), st.floats(0.0, 20.0))
 def test_whoever_suspends_when_told_comes_just_before_a_step(
     here_ms: float, there_ms: float, here_at: float, there_at: float, lead_ms: float
 ) -> None:
-    here, there = Cadence(here_at * here_ms, here_ms), Cadence(there_at * there_ms, there_ms)
+    here, there = (
+        StepCadence(here_at * here_ms, here_ms),
+        StepCadence(there_at * there_ms, there_ms),
+    )
     ends = here_ms - here.since_ms % here_ms
     wait = put_off_ms(here, there, lead_ms)
     assert wait == 0.0 or wait > ends
@@ -99,14 +102,14 @@ def test_the_time_on_the_way_is_learned_without_the_engines_part() -> None:
 class Stepping(FakeEngine):
     """As it says."""
 
-    def __init__(self, cadence: Cadence) -> None:
+    def __init__(self, cadence: StepCadence) -> None:
         super().__init__()
         self.now = cadence
 
 
 def far_apart() -> tuple[FakeEngine, FakeEngine]:
     """No good moment comes within 16 steps of the source."""
-    return Stepping(Cadence(0.0, 10.0)), Stepping(Cadence(0.0, 100_000.0))
+    return Stepping(StepCadence(0.0, 10.0)), Stepping(StepCadence(0.0, 100_000.0))
 
 
 async def test_a_suspension_is_put_off_for_so_many_steps_at_most() -> None:
@@ -149,8 +152,8 @@ async def test_room_for_what_comes_while_it_is_put_off_is_taken_before_the_pause
 
 
 async def test_one_that_outgrows_its_destination_while_it_is_put_off_is_never_suspended() -> None:
-    source, destination = Stepping(Cadence(0.0, 10.0)), FakeEngine(num_blocks=16)
-    destination.now = Cadence(0.0, 100_000.0)
+    source, destination = Stepping(StepCadence(0.0, 10.0)), FakeEngine(num_blocks=16)
+    destination.now = StepCadence(0.0, 100_000.0)
     async with cluster(source=source, destination=destination) as them:
         decoding_on(them, tokens=2)
         report = await them.move()
@@ -180,8 +183,8 @@ class Steps:
     def next(self, at: float) -> float:
         return self.ends[bisect(self.ends, at)]
 
-    def cadence(self, at: float) -> Cadence:
-        return Cadence(at - self.ends[bisect(self.ends, at) - 1], self._ms)
+    def cadence(self, at: float) -> StepCadence:
+        return StepCadence(at - self.ends[bisect(self.ends, at) - 1], self._ms)
 
 
 def wait_at_destination(
@@ -196,7 +199,7 @@ def wait_at_destination(
     now = begin = 100.0 + random.Random(seed).uniform(0.0, 10.0)
     heard_at, heard = now, there.cadence(now)
     while put_off and now < begin + PUT_OFF_STEPS * 10.5:
-        told = Cadence(heard.since_ms + now - heard_at, heard.step_ms)
+        told = StepCadence(heard.since_ms + now - heard_at, heard.step_ms)
         wait = put_off_ms(here.cadence(now), told, 3.0, can_hold)
         if wait == 0.0:
             break
@@ -244,7 +247,7 @@ def first_token_where_steps_overlap(seed: int, jitter: float, known: bool) -> fl
     launch_ms = 3.0 if known else 0.0
     here, there = Steps(seed, 10.5, jitter), Steps(seed + 1000, 10.0, jitter)
 
-    def at(steps: Steps, now: float) -> Cadence:
+    def at(steps: Steps, now: float) -> StepCadence:
         return replace(steps.cadence(now), launch_ms=launch_ms)
 
     now = begin = 100.0 + random.Random(seed).uniform(0.0, 10.0)
@@ -363,7 +366,7 @@ async def test_the_request_decodes_on_for_as_long_as_its_pause_is_spread() -> No
 
     async with cluster(pause_spread=0.5) as them:
         them.a.foretell = foretell
-        them.a.engine.now = Cadence(0.0, 100.0)  # a step, by the first guess: two of them
+        them.a.engine.now = StepCadence(0.0, 100.0)  # a step, by the first guess: two of them
         assert (await them.move()).state == "committed"
         assert time.monotonic() - since >= 0.2
         assert told == [("r", 100.0, 50.0)]
@@ -372,7 +375,7 @@ async def test_the_request_decodes_on_for_as_long_as_its_pause_is_spread() -> No
 async def test_a_destination_keeps_its_reservation_however_long_the_pause_is_spread() -> None:
     async with cluster(timeout_ms=1000.0, pause_spread=0.0016) as them:
         them.a.foretell = lambda request_id, pause_ms, stretch_ms: True
-        them.a.engine.now = Cadence(0.0, 80.0)  # a step, by the first guess: 16 of them
+        them.a.engine.now = StepCadence(0.0, 80.0)  # a step, by the first guess: 16 of them
         assert (await them.move()).state == "committed"
         asked = [message for message in them.b.heard if isinstance(message, Reserve)]
         opening, *again = asked
@@ -394,7 +397,7 @@ async def test_a_request_is_not_suspended_while_the_destination_prepares_for_it(
 
     async with cluster(pause_spread=0.5) as them:
         them.a.foretell = lambda request_id, pause_ms, stretch_ms: True
-        them.a.engine.now = Cadence(0.0, 50.0)
+        them.a.engine.now = StepCadence(0.0, 50.0)
         them.b.engine.before = before
         moving = asyncio.create_task(them.move())
         await preparing.wait()
@@ -407,7 +410,7 @@ async def test_a_request_is_not_suspended_while_the_destination_prepares_for_it(
 async def test_nobody_waits_where_no_front_end_was_told() -> None:
     async with cluster(pause_spread=0.5) as them:
         them.a.foretell = lambda request_id, pause_ms, stretch_ms: False
-        them.a.engine.now = Cadence(0.0, 1000.0)
+        them.a.engine.now = StepCadence(0.0, 1000.0)
         assert (await them.move()).state == "committed"
 
 
@@ -421,7 +424,7 @@ async def test_no_pause_is_foretold_that_is_not_spread_or_that_nobody_feels(why:
 
     source = FakeEngine()
     source.decoding = why != "it does not decode"
-    source.now = Cadence(0.0, 1000.0)
+    source.now = StepCadence(0.0, 1000.0)
     async with cluster(source=source, pause_spread=0.0 if why == "no spread" else 0.5) as them:
         them.a.foretell = foretell
         assert (await them.move(urgent=why == "urgent")).state == "committed"

@@ -17,18 +17,18 @@ import pytest
 
 from kvmig.core.config import Transport
 from kvmig.core.errors import MigrationRefused
-from kvmig.core.layout import KVLayout, Region
-from kvmig.engines.base import Export, Tail
+from kvmig.core.layout import BlockRegion, KVLayout
+from kvmig.engines.base import RequestExport, RequestTail
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.kvtransfer.messages import (
     Aborted,
     Chunk,
     Commit,
-    Offer,
     PeerMessage,
     Refused,
     Reserve,
     Reserved,
+    TransportOffer,
 )
 from kvmig.kvtransfer.transports import tcp
 from kvmig.rpc.zmq_sockets import RpcClient
@@ -45,14 +45,14 @@ class Neighbours(FakeEngine):
         super().__init__(**fields)
         self.memory[:] = os.urandom(len(self.memory))
         self._bytes = np.frombuffer(self.memory, np.uint8)
-        region = Region(self._bytes.ctypes.data, BLOCK_BYTES, BLOCK_BYTES)
+        region = BlockRegion(self._bytes.ctypes.data, BLOCK_BYTES, BLOCK_BYTES)
         blocks = self.layout.num_blocks
         self._copies = BlockCopies(KVLayout((region,), blocks, BLOCK_TOKENS, "m"))
         self._given: set[int] = set()
         self.start("neighbour")
         self._before = self._bytes.copy()
 
-    async def reserve(self, export: Export) -> int:
+    async def reserve(self, export: RequestExport) -> int:
         hits = await super().reserve(export)
         # The prefix cache's: shared, so nobody may write there any more.
         for block in self.reserved[MOVED].blocks:
@@ -151,8 +151,8 @@ async def test_a_forged_chunk_writes_to_no_block_of_others(name: str, with_commi
             async with asyncio.timeout(10):
                 peer.send(
                     Reserve(
-                        "m", MOVED, 1, 0, PROMPT, Export(MOVED, len(tokens), []),
-                        model=there.layout.fingerprint, offers=[Offer(tcp.NAME)],
+                        "m", MOVED, 1, 0, PROMPT, RequestExport(MOVED, len(tokens), []),
+                        model=there.layout.fingerprint, offers=[TransportOffer(tcp.NAME)],
                         numerics=there.numerics,
                     ),
                     payload,
@@ -165,7 +165,7 @@ async def test_a_forged_chunk_writes_to_no_block_of_others(name: str, with_commi
                 chunk = Chunk("m", 0, first, -1, count * BLOCK_BYTES, [0] * count)
                 if with_commit:
                     state = msgspec.msgpack.encode(tokens)
-                    tail = Tail([], len(tokens), 1, state)
+                    tail = RequestTail([], len(tokens), 1, state)
                     peer.send(Commit("m", MOVED, 1, tail, blocks=-1, last=chunk), [data])
                 else:
                     peer.send(chunk, [data])

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from kvmig.kvtransfer.report import Downtime
+from kvmig.kvtransfer.report import DowntimeParts
 from kvmig.kvtransfer.timeline import MigrationSpec, MigrationTimeline, Part
 
 MOVE = MigrationSpec(mid="m", request_id="r", epoch=1, source="a", destination="b")
@@ -17,12 +17,12 @@ PARTS: list[Part] = ["drain", "tail copy", "commit"]
     ("marked", "downtime"),
     [
         (0, None),
-        (1, Downtime(1000.0, 0.0, 0.0, None, 1000.0)),
-        (2, Downtime(1000.0, 1000.0, 0.0, None, 1000.0)),
-        (3, Downtime(1000.0, 1000.0, 1000.0, None, 1000.0)),
+        (1, DowntimeParts(1000.0, 0.0, 0.0, None, 1000.0)),
+        (2, DowntimeParts(1000.0, 1000.0, 0.0, None, 1000.0)),
+        (3, DowntimeParts(1000.0, 1000.0, 1000.0, None, 1000.0)),
     ],
 )
-def test_a_pause_ends_in_whatever_part_it_was(marked: int, downtime: Downtime | None) -> None:
+def test_a_pause_ends_in_whatever_part_it_was(marked: int, downtime: DowntimeParts | None) -> None:
     seconds = count()
     timeline = MigrationTimeline(MOVE, lambda: float(next(seconds)))
     for part in PARTS[:marked]:
@@ -39,4 +39,4 @@ def test_a_part_counts_once_the_next_one_has_begun() -> None:
     timeline.mark("drain")
     assert timeline.downtime() is None
     timeline.mark("tail copy")
-    assert timeline.downtime() == Downtime(1000.0, 0.0, 0.0, None, 1000.0)
+    assert timeline.downtime() == DowntimeParts(1000.0, 0.0, 0.0, None, 1000.0)

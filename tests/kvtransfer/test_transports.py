@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.core.errors import PeerError, TransportError
-from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
+from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, TransportOffer
 from kvmig.kvtransfer.transports import nixl, select, shm
 from kvmig.kvtransfer.transports.base import KEPT, BufferShape, StagingPool, TransportInbox
 from kvmig.kvtransfer.transports.cuda_ipc import ExportedMemory, IpcOrigin, host_identity
@@ -169,13 +169,13 @@ async def test_auto_takes_shared_memory_first_and_tcp_when_the_memory_is_not_the
     inbox = open_offer(offers)
     assert inbox.transport == "shm"
     inbox.close()
-    forged = Offer("shm", offers[0].token.replace(_nonce(offers[0]), "00" * 16))
+    forged = TransportOffer("shm", offers[0].token.replace(_nonce(offers[0]), "00" * 16))
     assert open_offer([forged, offers[1]]).transport == "tcp"
     for staging in stagings.values():
         staging.close()
 
 
-def _nonce(offer: Offer) -> str:
+def _nonce(offer: TransportOffer) -> str:
     return offer.token.split('"nonce":"')[1].split('"')[0]
 
 
@@ -187,13 +187,13 @@ def test_a_side_that_forces_a_transport_refuses_the_other(shared: ShmStaging) ->
 @pytest.mark.parametrize(
     "offer",
     [
-        Offer("shm", "not json"),
-        Offer("shm", '{"file":"../etc/passwd","nonce":"","slots":1,"slot_bytes":1}'),
-        Offer("shm", '{"file":"kvmig-gone-a-1","nonce":"","slots":1,"slot_bytes":1}'),
-        Offer("pigeon"),
+        TransportOffer("shm", "not json"),
+        TransportOffer("shm", '{"file":"../etc/passwd","nonce":"","slots":1,"slot_bytes":1}'),
+        TransportOffer("shm", '{"file":"kvmig-gone-a-1","nonce":"","slots":1,"slot_bytes":1}'),
+        TransportOffer("pigeon"),
     ],
 )
-def test_an_offer_that_does_not_work_is_refused_with_a_reason(offer: Offer) -> None:
+def test_an_offer_that_does_not_work_is_refused_with_a_reason(offer: TransportOffer) -> None:
     with pytest.raises(TransportError, match=offer.transport):
         open_offer([offer])
 
@@ -201,7 +201,7 @@ def test_an_offer_that_does_not_work_is_refused_with_a_reason(offer: Offer) -> N
 def test_a_file_of_another_size_is_not_mapped(shared: ShmStaging) -> None:
     token = shared.offer().token.replace('"slots":2', '"slots":3')
     with pytest.raises(TransportError, match="is not the source's memory"):
-        open_offer([Offer("shm", token)])
+        open_offer([TransportOffer("shm", token)])
 
 
 @pytest.mark.parametrize(("slot", "nbytes"), [(2, 8), (-1, 8), (0, SIZE + 1), (0, -1)])
@@ -216,7 +216,7 @@ async def test_a_chunk_outside_the_shared_slots_is_the_peers_error(
 
 @pytest.mark.parametrize("payload", [None, b"short"])
 async def test_a_chunk_without_all_its_bytes_is_the_peers_error(payload: bytes | None) -> None:
-    inbox = open_offer([Offer("tcp")])
+    inbox = open_offer([TransportOffer("tcp")])
     with pytest.raises(PeerError):
         await inbox.receive(chunk(PAYLOAD_SLOT, 8), payload)
 
@@ -308,9 +308,9 @@ sys.stdin.read()
 """
 DESTINATION = """
 import asyncio, sys
-from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.messages import Chunk, TransportOffer
 from kvmig.kvtransfer.transports.shm import ShmInbox
-inbox = ShmInbox(Offer("shm", sys.argv[1]))
+inbox = ShmInbox(TransportOffer("shm", sys.argv[1]))
 view = asyncio.run(inbox.receive(Chunk("m", 0, 0, 0, 5, []), None))
 print(bytes(view).decode(), flush=True)
 sys.stdin.read()
@@ -369,7 +369,7 @@ async def test_a_killed_sources_file_is_swept_and_only_that(
 ) -> None:
     alive = ShmStaging(CLUSTER, "a", 1, SIZE, tmp_path)
     source = spawn(SOURCE, CLUSTER, str(tmp_path))
-    offer = Offer("shm", first_line(source))
+    offer = TransportOffer("shm", first_line(source))
     inbox = ShmInbox(offer, tmp_path)
     assert sweep(folder=tmp_path) == []
     kill(source)
@@ -404,7 +404,7 @@ def test_what_needs_a_gpu_says_so_at_the_door() -> None:
     origin = IpcOrigin(host_identity(), BufferShape(1, SIZE), exported, "00")
     token = msgspec.json.encode(origin).decode()
     with pytest.raises(TransportError, match=r"cuda-ipc: .* needs a KV cache in an NVIDIA GPU's"):
-        open_offer([Offer("cuda-ipc", token)])
+        open_offer([TransportOffer("cuda-ipc", token)])
 
 
 def test_nixl_without_its_package_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,14 +433,14 @@ def test_nixl_is_offered_where_there_is_rdma_and_only_there(
 @pytest.mark.parametrize("transport", ["nixl"])
 def test_an_offer_of_buffers_that_cannot_be_is_refused(transport: str, token: str) -> None:
     with pytest.raises(TransportError, match=f"{transport}: (not a token|the source offers)"):
-        open_offer([Offer(transport, token)])
+        open_offer([TransportOffer(transport, token)])
 
 
 def test_memory_of_another_host_is_not_mapped() -> None:
     exported = ExportedMemory(DescriptorTicket("nowhere", "00"), SIZE)
     token = msgspec.json.encode(IpcOrigin("another", BufferShape(1, 8), exported, "00")).decode()
     with pytest.raises(TransportError, match="the source is on another host"):
-        open_offer([Offer("cuda-ipc", token)])
+        open_offer([TransportOffer("cuda-ipc", token)])
 
 
 async def test_the_inboxes_of_too_many_sources_are_closed_the_oldest_first() -> None:

@@ -37,7 +37,7 @@ from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import EngineLoad
 from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink, News
 from kvmig.frontend.metrics import FrontendMetrics
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.launcher import cluster, control, instance
 from kvmig.launcher.cluster import InstanceManager
 from kvmig.launcher.control import ControlServer
@@ -743,7 +743,7 @@ async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and
     monkeypatch.setattr(control, "TELL_S", 0.01)
     registry = CollectorRegistry()
     observer = FrontendMetrics(registry, [NORMAL])
-    router = Router("front-2", SECRET, ClusterConfig(), Front(), decode, observer=observer)
+    router = FrontendRouter("front-2", SECRET, ClusterConfig(), Front(), decode, observer=observer)
 
     def shown(process: str, reason: str) -> float | None:
         labels = {"process": process, "reason": reason}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.launcher import user_folder
 from kvmig.launcher.agent_origin import FolderHolder
 from kvmig.launcher.node_files import (
@@ -74,7 +74,7 @@ class FilesSite:
             root=str(self.server.root), word=WORD, most_bytes=most, folders=folders, paths=paths
         )
 
-    def node(self, name: str = "node", clock: Clock = monotonic) -> NodeFolders:
+    def node(self, name: str = "node", clock: TimeSource = monotonic) -> NodeFolders:
         made = NodeFolders({FILES_VARIABLE: str(self.folder / name)}, clock)
         self.nodes.append(made)
         return made

@@ -14,7 +14,7 @@ from bench.mux.systems import power_law
 from kvmig.core.errors import ConfigError
 from kvmig.placement.__main__ import METHODS, main, placed
 from kvmig.placement.dedicated import replicas, spatial
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.file import read, where
 from kvmig.placement.greedy import UnplacedMember
 from kvmig.placement.observed import check
@@ -92,9 +92,9 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [spatial, replicas])
 def test_dedicated_placements_share_nothing(
-    method: Callable[[Estimator], Plan | UnplacedMember],
+    method: Callable[[PlanEstimator], Plan | UnplacedMember],
 ) -> None:
-    estimator = Estimator(power_law(1.3, 50), cluster_of("4x8:a100-80g"))
+    estimator = PlanEstimator(power_law(1.3, 50), cluster_of("4x8:a100-80g"))
     plan = method(estimator)
     assert not isinstance(plan, UnplacedMember)
     assert all(len(unit.members) == 1 for unit in plan)
@@ -103,7 +103,7 @@ def test_dedicated_placements_share_nothing(
 
 
 def test_only_replicas_place_a_model_twice() -> None:
-    estimator = Estimator(power_law(2.1, 50), cluster_of("4x8:a100-80g"))
+    estimator = PlanEstimator(power_law(2.1, 50), cluster_of("4x8:a100-80g"))
     once, often = spatial(estimator), replicas(estimator)
     assert not isinstance(once, UnplacedMember)
     assert not isinstance(often, UnplacedMember)
@@ -128,7 +128,7 @@ def test_models_that_fit_together_but_in_no_units_are_refused_with_who_lacks_roo
     rows = "".join(
         f'[[models]]\nname = "m{at}"\nmodel = "llama-30b"\nrate = 1\n' for at in range(3)
     )
-    estimator = Estimator(models_of(rows, "m"), cluster_of("1x3:a100-80g"))
+    estimator = PlanEstimator(models_of(rows, "m"), cluster_of("1x3:a100-80g"))
     with pytest.raises(ConfigError, match=r"finds no room for model m\d: \d+\.\d GiB are missing"):
         placed(estimator, "muxserve")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.mux.systems import power_law
 from kvmig.core.errors import ConfigError
-from kvmig.placement.estimator import Estimator, ExpectedLoad
+from kvmig.placement.estimator import ExpectedLoad, PlanEstimator
 from kvmig.placement.greedy import UnplacedMember, best_of_groups, place, used
 from kvmig.placement.meshes import groups, neighbours, packs
 from kvmig.placement.problem import (
@@ -34,8 +34,8 @@ def whole(models: list[ModelLoad]) -> list[PlacedInstance]:
     return [PlacedInstance(at, one.rate) for at, one in enumerate(models)]
 
 
-def estimator(models: list[ModelLoad], cluster: str = "1x8:a100-80g") -> Estimator:
-    return Estimator(models, cluster_of(cluster))
+def estimator(models: list[ModelLoad], cluster: str = "1x8:a100-80g") -> PlanEstimator:
+    return PlanEstimator(models, cluster_of(cluster))
 
 
 def plan(found: Plan | UnplacedMember) -> Plan:
@@ -160,7 +160,7 @@ def test_the_search_comes_within_1_percent_of_the_best_with_and_without_replicas
     seed: int, objective: str
 ) -> None:
     models = small_case(seed)[:3]
-    it = Estimator(models, cluster_of("1x4:a100-80g"), cast("Objective", objective))
+    it = PlanEstimator(models, cluster_of("1x4:a100-80g"), cast("Objective", objective))
     found = it.total(plan(search(it)))
     assert found >= 0.99 * best_value(it, whole(models))
     halves = [PlacedInstance(at, one.rate / 2) for at, one in enumerate(models) for _ in range(2)]
@@ -174,7 +174,7 @@ def test_the_search_comes_within_1_percent_of_the_best_with_and_without_replicas
 )
 def test_a_plan_places_every_model_with_its_whole_rate(rates: list[float], objective: str) -> None:
     models = [ModelLoad(f"m{at}", "llama-7b", rate) for at, rate in enumerate(rates)]
-    it = Estimator(models, cluster_of("2x4:a100-80g"), cast("Objective", objective))
+    it = PlanEstimator(models, cluster_of("2x4:a100-80g"), cast("Objective", objective))
     found = plan(search(it, evaluations=2000))
     assert packs([one.gpus for one in found], 2, 4)
     for at, model in enumerate(models):
@@ -195,7 +195,9 @@ def test_the_search_replicates_what_one_unit_cant_carry() -> None:
 
 def test_the_same_input_gives_the_same_plan() -> None:
     models = power_law(1.3, 30)
-    plans = [search(Estimator(models, cluster_of("2x8:a100-80g"), "slo"), 1000) for _ in range(2)]
+    plans = [
+        search(PlanEstimator(models, cluster_of("2x8:a100-80g"), "slo"), 1000) for _ in range(2)
+    ]
     assert plans[0] == plans[1]
 
 
@@ -208,7 +210,7 @@ def test_ties_go_to_fewer_gpus() -> None:
 def test_32_gpus_are_placed_in_10_seconds_of_a_core() -> None:
     models = power_law(0.7, 50)
     began = time.process_time()
-    search(Estimator(models, cluster_of("4x8:a100-80g"), "slo"))
+    search(PlanEstimator(models, cluster_of("4x8:a100-80g"), "slo"))
     assert time.process_time() - began < 10
 
 
@@ -217,7 +219,7 @@ def test_128_gpus_are_placed_in_60_seconds_of_a_core() -> None:
     kinds = ["llama-7b"] * 40 + ["llama-13b"] * 14 + ["llama-30b"] * 6 + ["llama-65b"] * 4
     models = power_law(0.9, 60, kinds)
     began = time.process_time()
-    search(Estimator(models, cluster_of("16x8:a100-80g"), "slo"))
+    search(PlanEstimator(models, cluster_of("16x8:a100-80g"), "slo"))
     assert time.process_time() - began < 60
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.errors import ConfigError
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.file import at_least, plan_of, read, to_toml
 from kvmig.placement.moves import MoveUnit, PlacedLease, PlanStep, PlanWave
 from kvmig.placement.problem import ModelLoad, cluster_of
@@ -100,7 +100,7 @@ def test_a_placement_that_cant_be_is_refused_with_its_field(text: str, sentence:
 def test_what_the_estimator_doesnt_know_is_refused(
     name: str, gpus: str, rate: int, sentence: str
 ) -> None:
-    estimator = Estimator([ModelLoad("chat", "llama-7b", 1.0)], cluster_of("1x4:a100-80g"))
+    estimator = PlanEstimator([ModelLoad("chat", "llama-7b", 1.0)], cluster_of("1x4:a100-80g"))
     text = f"{UNIT}gpus = {gpus}\n{CHAT.replace('chat', name)}rate = {rate}\n"
     with pytest.raises(ConfigError, match=sentence):
         plan_of(read(text, "p.toml"), estimator, "p.toml")

@@ -25,7 +25,7 @@ from kvmig.placement.executor import (
     ReplaceFailed,
     main,
 )
-from kvmig.placement.file import Placement, read, to_toml
+from kvmig.placement.file import UnitPlacement, read, to_toml
 from kvmig.placement.learned import handshake_s
 from kvmig.placement.moves import PlacedLease, PlanStep
 from kvmig.placement.observed import (
@@ -55,11 +55,11 @@ def placement_text(arena: int = 0, **units: str) -> str:
     return text
 
 
-def placement(arena: int = 0, **units: str) -> Placement:
+def placement(arena: int = 0, **units: str) -> UnitPlacement:
     return read(placement_text(arena, **units), "p.toml")
 
 
-def on_gpus(*units: str, arena: int = 0) -> Placement:
+def on_gpus(*units: str, arena: int = 0) -> UnitPlacement:
     """Of units such as "a:150 b@0,1": models with KV cache, and the unit's GPUs."""
     text = ""
     for at, words in enumerate(units):
@@ -242,10 +242,10 @@ def test_quotas_that_would_have_to_change_are_refused() -> None:
 def test_gpus_of_another_node_are_refused() -> None:
     away = replace(on_gpus("a@0").units[0], node=1)
     with pytest.raises(ConfigError, match="node is 1, must be 0: instances get GPUs of one host"):
-        check(Placement([away]), ["a"], "p.toml")
-    check(Placement([away]), ["a"], "p.toml", [1])
+        check(UnitPlacement([away]), ["a"], "p.toml")
+    check(UnitPlacement([away]), ["a"], "p.toml", [1])
     with pytest.raises(ConfigError, match=r"node is 1, must be 0, 2 \(--node\)"):
-        check(Placement([away]), ["a"], "p.toml", [2, 0])
+        check(UnitPlacement([away]), ["a"], "p.toml", [2, 0])
 
 
 def test_a_wave_is_over_when_who_comes_serves_and_who_leaves_is_gone() -> None:
@@ -396,7 +396,7 @@ class Site:
 
 @asynccontextmanager
 async def replacing(
-    site: Site, target: Placement, said: list[str], nodes: Mapping[int, str] | None = None
+    site: Site, target: UnitPlacement, said: list[str], nodes: Mapping[int, str] | None = None
 ) -> AsyncIterator[PlacementExecutor]:
     deployments = {
         name: DeploymentClient(
@@ -567,7 +567,7 @@ async def test_where_sizes_are_mixed_an_instance_starts_with_those_of_its_place(
 async def test_an_instance_starts_on_the_ray_node_of_its_unit() -> None:
     site, said = Site(u0="a"), list[str]()
     units = on_gpus("a@0", "a@1").units
-    away = Placement([units[0], replace(units[1], node=1, gpus=[0])])
+    away = UnitPlacement([units[0], replace(units[1], node=1, gpus=[0])])
     async with replacing(site, away, said, {0: "aa", 1: "bb"}) as it:
         await it.run()
     assert site.starts == [{"unit": "u1", "gpus": [], "node": "bb"}]
@@ -591,7 +591,7 @@ async def test_an_instance_starts_with_its_share_where_its_deployment_has_shares
         replace(unit, models=[replace(one, decode_share=0.35) for one in unit.models])
         for unit in placement(400, left="a:200 b:100", right="b:200").units
     ]
-    async with replacing(site, Placement(units), list[str]()) as it:
+    async with replacing(site, UnitPlacement(units), list[str]()) as it:
         await it.run()
     (start,) = site.starts
     assert start.get("decode_share") == (40 if decode_share else None)
@@ -767,7 +767,7 @@ def places(toys: dict[str, Toys]) -> dict[str, str]:
     }
 
 
-def told(target: Placement, toys: dict[str, Toys], folder: Path) -> Sequence[str]:
+def told(target: UnitPlacement, toys: dict[str, Toys], folder: Path) -> Sequence[str]:
     file = folder / "p.toml"
     file.write_text(to_toml(target))
     words = ["--to", str(file)]

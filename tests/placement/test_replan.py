@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.rate_replanner import RateReplanner
-from kvmig.placement.estimator import Estimator
-from kvmig.placement.file import PlacedModel, PlacedUnit, Placement, plan_of
+from kvmig.placement.estimator import PlanEstimator
+from kvmig.placement.file import PlacedModel, PlacedUnit, UnitPlacement, plan_of
 from kvmig.placement.problem import ModelLoad, cluster_of
 from kvmig.placement.rates import LEAST_RATE, MeasuredRates
 from kvmig.placement.replan import ReplanRule, check_rule, replanned
@@ -30,9 +30,9 @@ def rule(**rates: float) -> ReplanRule:
     return ReplanRule(load("a100-80g"), models)
 
 
-def placement(**units: str) -> Placement:
+def placement(**units: str) -> UnitPlacement:
     """Of models by unit: two of them fit into one."""
-    return Placement(
+    return UnitPlacement(
         [
             PlacedUnit(
                 78 * GIB, name, 0, [at],
@@ -43,7 +43,7 @@ def placement(**units: str) -> Placement:
     )  # fmt: skip
 
 
-def models_of(found: Placement) -> list[set[str]]:
+def models_of(found: UnitPlacement) -> list[set[str]]:
     return [{one.name for one in unit.models} for unit in found.units]
 
 
@@ -86,7 +86,7 @@ def test_the_new_placement_has_more_requests_in_time_in_the_simulator() -> None:
     after = replanned(BEFORE, EVEN, now, START_S).placement
     assert after is not None
     models = [ModelLoad(name, "llama-7b", rate) for name, rate in now.items()]
-    estimator = Estimator(models, cluster_of("1x2:a100-80g"))
+    estimator = PlanEstimator(models, cluster_of("1x2:a100-80g"))
     coming = [poisson(one, int(60 * one.rate), at) for at, one in enumerate(models)]
     even = [
         replace(unit, models=[replace(one, rate=1.0) for one in unit.models])
@@ -94,7 +94,7 @@ def test_the_new_placement_has_more_requests_in_time_in_the_simulator() -> None:
     ]
     old, new = (
         simulate(estimator, plan_of(one, estimator, "p"), coming)
-        for one in (Placement(even), after)
+        for one in (UnitPlacement(even), after)
     )
     assert new.in_time[8] > 0.95
     assert old.in_time[8] < 0.8
@@ -123,7 +123,7 @@ def test_a_rule_that_doesnt_fit_the_placement_is_refused(
 
 
 def test_units_that_share_kv_cache_arent_planned_again() -> None:
-    shared = Placement([replace(one, arena_bytes=40 * GIB) for one in BEFORE.units])
+    shared = UnitPlacement([replace(one, arena_bytes=40 * GIB) for one in BEFORE.units])
     with pytest.raises(ConfigError, match="arena_bytes of the placement's units must be 0"):
         check_rule(EVEN, shared, "replan")
 
@@ -187,10 +187,10 @@ class Traffic:
         return self.rates[name]
 
     async def pass_by(
-        self, replanner: RateReplanner, placed: Placement, seconds: float
-    ) -> list[Placement]:
+        self, replanner: RateReplanner, placed: UnitPlacement, seconds: float
+    ) -> list[UnitPlacement]:
         """The placements that were planned meanwhile."""
-        found: list[Placement] = []
+        found: list[UnitPlacement] = []
         for _ in range(int(seconds / LOOK_S)):
             self.now += LOOK_S
             other = await replanner.replan(found[-1] if found else placed, START_S)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvmig.accounts.keys import KeyGrant, Limits
+from kvmig.accounts.keys import AccountLimits, KeyGrant
 from kvmig.proxy.messages import AliasTable, KeyUpdates, ModelRoute, QuotaLeft, SpentLimits
 from tests.support.proxy_site import Got, Site, key, says_ok_after, site, streams
 from tests.support.waiting import until
@@ -180,7 +180,7 @@ async def test_what_is_allowed_while_the_body_comes_is_what_the_call_is_judged_b
 async def test_a_limit_that_was_lowered_is_not_raised_by_a_call_that_came_before(
     tmp_path: Path,
 ) -> None:
-    given, grant = key(user=Limits(parallel=5), parallel=5)
+    given, grant = key(user=AccountLimits(parallel=5), parallel=5)
     async with site(tmp_path, grant) as door, door.deployment(stays_silent) as there:
         door.key = given
         _, late = await door.connect()

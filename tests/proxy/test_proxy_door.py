@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvmig.accounts.keys import Limits, ModelQuota
+from kvmig.accounts.keys import AccountLimits, ModelQuota
 from kvmig.proxy.messages import (
     AliasTable,
     KeyUpdates,
@@ -292,7 +292,7 @@ async def test_a_quota_that_is_used_up_is_said_as_openai_does_until_it_begins_an
 
 
 async def test_a_users_limit_counts_the_requests_of_all_keys(tmp_path: Path) -> None:
-    keys = [key(Limits(rpm=1)) for _ in range(2)]
+    keys = [key(AccountLimits(rpm=1)) for _ in range(2)]
     async with site(tmp_path, *(grant for _, grant in keys)) as door, door.deployment():
         answers = [await door.ask(given=given) for given, _ in keys]
     assert [answer.status_code for answer in answers] == [200, 429]
@@ -301,7 +301,7 @@ async def test_a_users_limit_counts_the_requests_of_all_keys(tmp_path: Path) -> 
 
 
 async def test_a_users_quota_is_passed_on_and_refused_when_it_is_used_up(tmp_path: Path) -> None:
-    given, grant = key(Limits(quota=1000, period="day"))
+    given, grant = key(AccountLimits(quota=1000, period="day"))
     async with site(tmp_path, grant) as door, door.deployment() as there:
         before = await door.ask(given=given)
         door.door.apply(SpentLimits(left={grant.user_id: QuotaLeft(0, None)}))

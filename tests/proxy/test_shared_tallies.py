@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.accounts.keys import Limits
+from kvmig.accounts.keys import AccountLimits
 from kvmig.accounts.limits import LimitExceeded, RequestLimiter, let_in
 from kvmig.proxy.shared_tallies import SEATS, SLOTS, SharedTallies
 from tests.support.examples import examples
@@ -41,17 +41,17 @@ class Proxies:
         self.all = [SharedTallies(path, self.clock) for _ in range(count)]
         self.clock.now += 60.0  # what came before the first one is paid off
 
-    def let_in(self, number: int, limits: Limits, size: int = 1) -> LimitExceeded | None:
+    def let_in(self, number: int, limits: AccountLimits, size: int = 1) -> LimitExceeded | None:
         with self.all[number].locked():
             return let_in([self._of(number, limits)], self.clock.now, size)
 
     def leave(self, number: int, size: int = 1) -> None:
-        self._of(number, Limits()).end_requests(size)
+        self._of(number, AccountLimits()).end_requests(size)
 
     def running(self, number: int = 0) -> int:
         return self.all[number].tally_of("key").running()
 
-    def _of(self, number: int, limits: Limits) -> RequestLimiter:
+    def _of(self, number: int, limits: AccountLimits) -> RequestLimiter:
         return RequestLimiter(limits, self.all[number].tally_of("key"))
 
     def close(self) -> None:
@@ -68,8 +68,8 @@ def three(tmp_path: Path) -> Iterator[Proxies]:
 
 def test_one_call_at_once_comes_in_by_whichever_proxy(three: Proxies) -> None:
     for number in (0, 1, 2, 2, 1):
-        assert three.let_in(number, Limits(parallel=1)) is None
-        assert all(three.let_in(other, Limits(parallel=1)) for other in range(3))
+        assert three.let_in(number, AccountLimits(parallel=1)) is None
+        assert all(three.let_in(other, AccountLimits(parallel=1)) for other in range(3))
         three.leave(number)
 
 
@@ -83,7 +83,7 @@ def test_a_client_within_its_limit_is_never_refused_and_never_more_come_in(
     for number, size, comes in events:
         if comes:
             fits = sum(one for _, one in running) + size <= PARALLEL
-            assert (proxies.let_in(number, Limits(parallel=PARALLEL), size) is None) == fits
+            assert (proxies.let_in(number, AccountLimits(parallel=PARALLEL), size) is None) == fits
             running += [(number, size)] * fits
         elif running:
             proxies.leave(*running.pop())
@@ -92,7 +92,7 @@ def test_a_client_within_its_limit_is_never_refused_and_never_more_come_in(
 
 
 def test_a_minutes_requests_are_counted_over_all_proxies(three: Proxies) -> None:
-    limits = Limits(rpm=6)
+    limits = AccountLimits(rpm=6)
     came = [three.let_in(turn % 3, limits) is None for turn in range(9)]
     assert came == [True] * 6 + [False] * 3
     three.clock.now += 10.0
@@ -101,19 +101,19 @@ def test_a_minutes_requests_are_counted_over_all_proxies(three: Proxies) -> None
 
 
 def test_a_limit_that_is_raised_counts_what_has_come(three: Proxies) -> None:
-    assert three.let_in(0, Limits(rpm=2), 2) is None
-    assert three.let_in(1, Limits(rpm=2)) is not None
-    assert three.let_in(1, Limits(rpm=20), 18) is None
-    assert three.let_in(2, Limits(rpm=20)) is not None
+    assert three.let_in(0, AccountLimits(rpm=2), 2) is None
+    assert three.let_in(1, AccountLimits(rpm=2)) is not None
+    assert three.let_in(1, AccountLimits(rpm=20), 18) is None
+    assert three.let_in(2, AccountLimits(rpm=20)) is not None
 
 
 def test_what_a_proxy_had_let_in_is_given_back_when_it_ends(three: Proxies) -> None:
-    assert three.let_in(0, Limits(parallel=3), 2) is None
-    assert three.let_in(1, Limits(parallel=3)) is None
+    assert three.let_in(0, AccountLimits(parallel=3), 2) is None
+    assert three.let_in(1, AccountLimits(parallel=3)) is None
     three.all[0].close()
     assert three.running(2) == 1
     three.all[0] = SharedTallies(three.path, three.clock)
-    assert three.let_in(0, Limits(parallel=3), 2) is None
+    assert three.let_in(0, AccountLimits(parallel=3), 2) is None
     assert three.running(1) == 3
 
 
@@ -139,7 +139,7 @@ def test_a_killed_proxy_gives_back_what_it_held_and_the_lock(tmp_path: Path) -> 
             assert other.stdout is not None
             assert other.stdout.readline() == b"there\n"
             tallies = SharedTallies(path)
-            limits = RequestLimiter(Limits(parallel=3), tallies.tally_of("key"))
+            limits = RequestLimiter(AccountLimits(parallel=3), tallies.tally_of("key"))
             with tallies.locked():  # it has the lock, and stands still: nobody waits for long
                 assert let_in([limits], 0.0) is not None
         finally:
@@ -151,16 +151,16 @@ def test_a_killed_proxy_gives_back_what_it_held_and_the_lock(tmp_path: Path) -> 
 
 def test_what_came_outlives_all_proxies_but_not_the_machine(tmp_path: Path) -> None:
     proxies = Proxies(tmp_path / "limits", 1)
-    assert proxies.let_in(0, Limits(rpm=5), 5) is None
+    assert proxies.let_in(0, AccountLimits(rpm=5), 5) is None
     proxies.close()
     proxies.all = [SharedTallies(proxies.path, proxies.clock)]
-    assert proxies.let_in(0, Limits(rpm=5)) is not None
+    assert proxies.let_in(0, AccountLimits(rpm=5)) is not None
     proxies.close()
     proxies.clock.now = 5.0  # the machine's clock begins again
     proxies.all = [SharedTallies(proxies.path, proxies.clock)]
-    assert proxies.let_in(0, Limits(rpm=5)) is not None  # nobody knows what came just before
+    assert proxies.let_in(0, AccountLimits(rpm=5)) is not None  # nobody knows what came just before
     proxies.clock.now = 66.0
-    assert proxies.let_in(0, Limits(rpm=5), 5) is None
+    assert proxies.let_in(0, AccountLimits(rpm=5), 5) is None
     proxies.close()
 
 
@@ -169,12 +169,14 @@ def test_more_keys_than_slots_come_and_go(tmp_path: Path) -> None:
     tallies = SharedTallies(tmp_path / "limits", clock)
     clock.now += 60.0
     for number in range(SLOTS + 500):
-        limits = RequestLimiter(Limits(rpm=1), tallies.tally_of(str(number)))
+        limits = RequestLimiter(AccountLimits(rpm=1), tallies.tally_of(str(number)))
         assert let_in([limits], clock.now) is None
         limits.end_requests()
         clock.now += 0.01
     assert (
-        let_in([RequestLimiter(Limits(rpm=1), tallies.tally_of(str(SLOTS + 499)))], clock.now)
+        let_in(
+            [RequestLimiter(AccountLimits(rpm=1), tallies.tally_of(str(SLOTS + 499)))], clock.now
+        )
         is not None
     )
     tallies.close()

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import HttpConfig
 from kvmig.proxy import leading_host, standby_relay
 from kvmig.proxy.call import CLIENT_ADDRESS, DoorConnection
@@ -55,7 +55,7 @@ async def other_host(
     *grants: object,
     pepper: bytes = PEPPER,
     term: int = 5,
-    clock: Clock = monotonic,
+    clock: TimeSource = monotonic,
     **limits: Any,
 ) -> AsyncIterator[OtherHost]:
     """pepper: of the host that stands by. term: of the leader that it knows; 0: none. clock: of the

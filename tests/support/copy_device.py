@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvmig.engines.base import CameBlocks, Tail
+from kvmig.engines.base import CameBlocks, RequestTail
 from kvmig.engines.device_copies import DeviceCopies
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.migration import VllmDestination
@@ -40,7 +40,7 @@ class CopyDevice:
         return sums
 
 
-async def ready_to_commit(pair: Pair) -> tuple[Tail, CameBlocks]:
+async def ready_to_commit(pair: Pair) -> tuple[RequestTail, CameBlocks]:
     """`moved` is suspended at `a`, and all its blocks are on their way with the commit."""
     export = await pair.exported("moved", PROMPT, until=10)
     await pair.done(pair.b.engine.reserve(export))

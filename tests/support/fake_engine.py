@@ -16,16 +16,16 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmig.core.errors import MigrationRefused, RequestGone
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 from kvmig.engines.base import (
-    Cadence,
+    CacheSharing,
     CameBlocks,
     EngineLoad,
-    Export,
+    RequestExport,
     RequestState,
-    Sharing,
-    Stage,
-    Tail,
+    RequestTail,
+    StagedBlocks,
+    StepCadence,
 )
 from kvmig.engines.held_marks import HeldMarks
 
@@ -74,7 +74,11 @@ class FakeEngine:
         weights: str = "",
     ) -> None:
         self.layout = KVLayout(
-            (Region(0, BLOCK_BYTES, BLOCK_BYTES),), num_blocks, BLOCK_TOKENS, "m", weights=weights
+            (BlockRegion(0, BLOCK_BYTES, BLOCK_BYTES),),
+            num_blocks,
+            BLOCK_TOKENS,
+            "m",
+            weights=weights,
         )
         self.numerics = "n"
         self.memory = bytearray(num_blocks * BLOCK_BYTES)
@@ -84,12 +88,12 @@ class FakeEngine:
         self.leaving: set[str] = set()
         self.can_hold = True
         self.unmovable = ""
-        self.sharing: Sharing | str = "it is a fake"
+        self.sharing: CacheSharing | str = "it is a fake"
         self.held_marks: HeldMarks | None = None
         self.ballast: list[bytes] = []
         """What a request was submitted with beside its tokens."""
         self.expected: list[tuple[str, float]] = []
-        self.now = Cadence(0.0, 0.0)
+        self.now = StepCadence(0.0, 0.0)
         self.steps = steps
         self.hits = hits
         self.calls: list[str] = []
@@ -150,7 +154,7 @@ class FakeEngine:
 
     # -- the port
 
-    def cadence(self) -> Cadence:
+    def cadence(self) -> StepCadence:
         return self.now
 
     def load(self) -> EngineLoad:
@@ -160,38 +164,42 @@ class FakeEngine:
     async def requests(self, most_waiting: int | None = None) -> list[RequestState]:
         return []
 
-    async def export(self, request_id: str) -> Export:
+    async def export(self, request_id: str) -> RequestExport:
         await self._enter("export")
         request = self._live(request_id)
         self.leaving.add(request_id)
         payload = msgspec.msgpack.encode((request.tokens, request.prompt))
-        return Export(request_id, len(request.tokens), [payload, *self.ballast])
+        return RequestExport(request_id, len(request.tokens), [payload, *self.ballast])
 
-    async def stage(self, request_id: str, sent: int) -> Stage:
+    async def stage(self, request_id: str, sent: int) -> StagedBlocks:
         await self._enter("stage")
         request = self._live(request_id)
         if self.computed is not None:
-            return Stage(request.blocks[sent : self.computed], len(request.tokens))
+            return StagedBlocks(request.blocks[sent : self.computed], len(request.tokens))
         self.decode(request, self.steps)
         full = (len(request.tokens) - 1) // BLOCK_TOKENS
-        return Stage(request.blocks[sent:full], len(request.tokens), decoding=self.decoding)
+        return StagedBlocks(request.blocks[sent:full], len(request.tokens), decoding=self.decoding)
 
-    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+    async def follow_prompt(
+        self, request_id: str, sent: int, most_tokens: int
+    ) -> StagedBlocks | RequestTail:
         await self._enter("follow_prompt")
         request = self._live(request_id)
         if self.computed is not None:
             self.computed += CHUNK_BLOCKS
             if self.computed * BLOCK_TOKENS < request.prompt:
-                return Stage(request.blocks[sent : self.computed], len(request.tokens))
+                return StagedBlocks(request.blocks[sent : self.computed], len(request.tokens))
             self.computed = None
             self.decode(request, 1)
         if len(request.tokens) > most_tokens:
             full = (len(request.tokens) - 1) // BLOCK_TOKENS
-            return Stage(request.blocks[sent:full], len(request.tokens), decoding=True)
+            return StagedBlocks(request.blocks[sent:full], len(request.tokens), decoding=True)
         request.suspended = True
         return self._tail(request, sent)
 
-    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+    async def suspend(
+        self, request_id: str, sent: int, out: memoryview | None = None
+    ) -> RequestTail:
         await self._enter("suspend")
         request = self._live(request_id)
         self.decode(request, self.steps)
@@ -206,11 +214,11 @@ class FakeEngine:
         """Blocks that hold the KV of all but the last one."""
         return -(-(len(tokens) - 1) // BLOCK_TOKENS)
 
-    def _tail(self, request: Request, sent: int) -> Tail:
+    def _tail(self, request: Request, sent: int) -> RequestTail:
         used = self._used(request.tokens)
         state = msgspec.msgpack.encode(request.tokens)
         outputs = len(request.tokens) - request.prompt
-        return Tail(request.blocks[sent:used], len(request.tokens), outputs, state)
+        return RequestTail(request.blocks[sent:used], len(request.tokens), outputs, state)
 
     async def resume(self, request_id: str) -> None:
         await self._enter("resume")
@@ -224,7 +232,7 @@ class FakeEngine:
         if request_id in self.running and self.running[request_id].suspended:
             self.end(request_id)
 
-    async def reserve(self, export: Export) -> int:
+    async def reserve(self, export: RequestExport) -> int:
         await self._enter("reserve")
         request_id = export.request_id
         if request_id in self.running or request_id in self.reserved:
@@ -257,7 +265,9 @@ class FakeEngine:
     def expect(self, request_id: str, ms: float) -> None:
         self.expected.append((request_id, ms))
 
-    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+    async def commit(
+        self, request_id: str, tail: RequestTail, last: CameBlocks | None = None
+    ) -> None:
         await self._enter("commit")
         if last is not None:
             last.check(self.copy_in(last.block_ids, last.fused))

@@ -20,14 +20,14 @@ from kvmig.controlplane.messages import (
     OutputSpan,
     Welcome,
 )
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import Failure
 from kvmig.engines.base import EngineLoad
 from kvmig.engines.held_marks import PrefixNews
 from kvmig.frontend.ports import OutputBatch, OutputItem, RouterObserver
-from kvmig.frontend.router import Router
-from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
+from kvmig.frontend.router import FrontendRouter
+from kvmig.kvtransfer.report import DowntimeParts, MigrationReport, StageReport
 from kvmig.rpc.messages import VERSION, Hello, RpcMessage
 from kvmig.rpc.zmq_sockets import RpcServer
 from kvmig.sharing.messages import InUnit
@@ -64,7 +64,7 @@ def report(
         why="by-hand",
         stages=[StageReport(3, 3000, 1.5)],
         bytes=4000,
-        downtime_ms=None if reason else Downtime(1.0, 2.0, 3.0, 4.0),
+        downtime_ms=None if reason else DowntimeParts(1.0, 2.0, 3.0, 4.0),
     )
 
 
@@ -220,7 +220,7 @@ class Front:
 class Cluster:
     """A router on two fake llumlets, "0" and "1"."""
 
-    router: Router
+    router: FrontendRouter
     front: Front
     llumlets: list[FakeLlumlet]
 
@@ -257,7 +257,7 @@ async def cluster(
     config: ClusterConfig | None = None,
     *,
     observer: RouterObserver | None = None,
-    clock: Clock = monotonic,
+    clock: TimeSource = monotonic,
     lost_after_s: float = 10.0,
     fence_timeout_s: float = 0.1,
     instances: int = 2,
@@ -270,7 +270,7 @@ async def cluster(
     front = Front()
     each = weights or [""] * instances
     llumlets = [FakeLlumlet(str(number), one) for number, one in enumerate(each)]
-    router = Router(
+    router = FrontendRouter(
         "front", SECRET, config or ClusterConfig(), front, decode,
         observer=observer or RouterObserver(), clock=clock, lost_after_s=lost_after_s,
         fence_timeout_s=fence_timeout_s,

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvmig.core.errors import KvmigError, TransportError
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import CudaDriver
-from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
+from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, TransportOffer
 from kvmig.kvtransfer.transports.base import AnnounceChunk, StagingPool
 from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from kvmig.rpc.codec import Frame
@@ -57,7 +57,7 @@ class Destination:
     """The process, seen from the test; it is ended at the end of a block."""
 
     def __init__(
-        self, offer: Offer, gpu: int = 0, fake: bool = True, gpu_memory: bool = False
+        self, offer: TransportOffer, gpu: int = 0, fake: bool = True, gpu_memory: bool = False
     ) -> None:
         """gpu: where it has its buffers; fake: one of the tests' own. gpu_memory: NIXL brings the
         blocks there, else to the host's memory."""
@@ -108,7 +108,7 @@ class Destination:
         self.pipe.close()
 
 
-def _serve(pipe: Connection, offer: Offer, gpu: int, fake: bool, gpu_memory: bool) -> None:
+def _serve(pipe: Connection, offer: TransportOffer, gpu: int, fake: bool, gpu_memory: bool) -> None:
     with ExitStack() as installed:
         if fake and (gpu_memory or offer.transport in ("cuda-ipc", "nccl", "shm")):
             installed.enter_context(fake_gpu.installed())
@@ -119,7 +119,7 @@ def _serve(pipe: Connection, offer: Offer, gpu: int, fake: bool, gpu_memory: boo
         asyncio.run(_receive(pipe, offer, gpu))
 
 
-async def _receive(pipe: Connection, offer: Offer, gpu: int) -> None:
+async def _receive(pipe: Connection, offer: TransportOffer, gpu: int) -> None:
     site = TransportSite(gpu=gpu, host="127.0.0.1")
     named = "nccl" if offer.transport == "nccl" else "auto"
     inbox = await asyncio.to_thread(open_offer, [offer], named, site)  # type: ignore[arg-type]

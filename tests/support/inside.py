@@ -27,7 +27,7 @@ from kvmig.frontend.launcher_link import LauncherLink
 from kvmig.frontend.metrics import MetricsExposition
 from kvmig.frontend.openai.generation import RequestQueues
 from kvmig.frontend.requests import RequestTable
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.frontend.streams import RequestStreams
 from kvmig.kernels import driver, select
 from kvmig.kvtransfer.migrations import MigrationSessions
@@ -56,16 +56,16 @@ def spread_pauses(streams: RequestStreams) -> int:
     return len(streams._spreads)
 
 
-def table_of(router: Router) -> RequestTable:
+def table_of(router: FrontendRouter) -> RequestTable:
     """The router's live requests."""
     return router._table
 
 
-def streams_of(router: Router) -> RequestStreams:
+def streams_of(router: FrontendRouter) -> RequestStreams:
     return router._streams
 
 
-def look_at_readers(router: Router) -> None:
+def look_at_readers(router: FrontendRouter) -> None:
     """Do what the router does from time to time."""
     router._look()
 
@@ -75,7 +75,7 @@ def open_queues(queues: RequestQueues) -> list[asyncio.Queue[Any]]:
     return list(queues._queues.values())
 
 
-def dispatch_by(router: Router, policy: DispatchPolicy) -> None:
+def dispatch_by(router: FrontendRouter, policy: DispatchPolicy) -> None:
     """Send new runs where this policy wants them from now on."""
     router.fleet._dispatch = policy
 

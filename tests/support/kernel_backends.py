@@ -15,7 +15,7 @@ import pytest
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import select
-from kvmig.kernels.api import Kernels
+from kvmig.kernels.api import CopyKernels
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.reference import ReferenceKernels
 from tests.support.poisoned import Cache
@@ -28,7 +28,7 @@ WORKERS = [1, 2, 3]
 ORACLE = ReferenceKernels("cpu")
 
 
-def loaded(name: str) -> Kernels:
+def loaded(name: str) -> CopyKernels:
     """The kernels of that name; skips the test where they can't run."""
     found = _loaded(name)
     if isinstance(found, str):
@@ -37,7 +37,7 @@ def loaded(name: str) -> Kernels:
 
 
 @functools.cache
-def _loaded(name: str) -> Kernels | str:
+def _loaded(name: str) -> CopyKernels | str:
     try:
         return select.load(name, "cpu")
     except KernelUnavailable as error:
@@ -45,7 +45,7 @@ def _loaded(name: str) -> Kernels | str:
 
 
 def check_copy(
-    by: Kernels, source: Cache, target: Cache, source_ids: list[int], target_ids: list[int],
+    by: CopyKernels, source: Cache, target: Cache, source_ids: list[int], target_ids: list[int],
     *, workers: int,
 ) -> None:  # fmt: skip
     """A copy by these kernels: every byte of both memories, and the checksums."""

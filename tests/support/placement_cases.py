@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.greedy import added
 from kvmig.placement.meshes import groups
 from kvmig.placement.problem import GpuUnit, ModelLoad, PlacedInstance, Plan, ordered
@@ -21,7 +21,7 @@ def small_case(seed: int) -> list[ModelLoad]:
     ]
 
 
-def best_value(estimator: Estimator, members: Sequence[PlacedInstance]) -> float:
+def best_value(estimator: PlanEstimator, members: Sequence[PlacedInstance]) -> float:
     """The highest objective of any group of meshes and any way to put `members` there."""
     cluster = estimator.cluster
     return max(
@@ -32,7 +32,7 @@ def best_value(estimator: Estimator, members: Sequence[PlacedInstance]) -> float
 
 
 def _all_plans(
-    units: list[GpuUnit], members: list[PlacedInstance], estimator: Estimator
+    units: list[GpuUnit], members: list[PlacedInstance], estimator: PlanEstimator
 ) -> Iterator[Plan]:
     if not members:
         yield ordered(units)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 from kvmig.kernels.layouts import CacheGroup
 
 POISON = 0xA5
@@ -44,11 +44,11 @@ def make_cache(seed: int, runs: list[int], gaps: list[int], blocks: int) -> Cach
     size = sum(gap + blocks * (run + gap) for run, gap in zip(runs, gaps, strict=True))
     memory = np.full(size + 2 * GUARD, POISON, np.uint8)
     random = np.random.default_rng(seed)
-    regions: list[Region] = []
+    regions: list[BlockRegion] = []
     offset = GUARD
     for run, gap in zip(runs, gaps, strict=True):
         offset += gap
-        regions.append(Region(memory.ctypes.data + offset, run + gap, run))
+        regions.append(BlockRegion(memory.ctypes.data + offset, run + gap, run))
         for _ in range(blocks):
             memory[offset : offset + run] = random.integers(0, 256, run, np.uint8)
             offset += run + gap

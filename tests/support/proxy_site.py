@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import msgspec
 
-from kvmig.accounts.keys import KeyGrant, KeyTerms, Limits, new_key
+from kvmig.accounts.keys import AccountLimits, KeyGrant, KeyTerms, new_key
 from kvmig.asgi.certificate import load_certificate
 from kvmig.asgi.tls import TlsServer
 from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import HttpConfig
 from kvmig.process.sockets import take_path
 from kvmig.proxy.app import ProxyApp
@@ -36,13 +36,13 @@ GRACE_S = 2.0
 EVENT = b'data: {"choices":[{"text":"~"}]}\n\n'
 
 
-def key(user: Limits | None = None, **terms: Any) -> tuple[str, KeyGrant]:
+def key(user: AccountLimits | None = None, **terms: Any) -> tuple[str, KeyGrant]:
     """A new key of the user ann, and its grant. user: her limits."""
     made = new_key(PEPPER)
     told = msgspec.structs.asdict(KeyTerms(**terms))
     grant = KeyGrant(
         **told, key_id=made.prefix, origin=made.prefix, user_id="u1", user="ann",
-        user_limits=user or Limits(), prefix=made.prefix, hash=made.hash,
+        user_limits=user or AccountLimits(), prefix=made.prefix, hash=made.hash,
     )  # fmt: skip
     return made.shown, grant
 
@@ -222,8 +222,8 @@ class Site:
 async def site(
     folder: Path,
     *grants: KeyGrant,
-    clock: Clock = monotonic,
-    wall: Clock = time.time,
+    clock: TimeSource = monotonic,
+    wall: TimeSource = time.time,
     pages: tuple[str, ...] = (),
     authority: Authority | None = None,
     traces: CallTracer | None = None,

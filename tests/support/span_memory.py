@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Sampler
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.tracing.spans import SpanTracer
 
 
@@ -46,7 +46,7 @@ class SpanMemory:
 
 
 def span_memory(
-    sampler: Sampler = DEFAULT_ON, clock: Clock = monotonic, wall: Clock = time.time
+    sampler: Sampler = DEFAULT_ON, clock: TimeSource = monotonic, wall: TimeSource = time.time
 ) -> SpanMemory:
     """A new one."""
     exporter = InMemorySpanExporter()

@@ -29,7 +29,7 @@ from kvmig.frontend.middleware import HttpMiddleware, HttpState
 from kvmig.frontend.openai.generation import GenerationBackend, RequestQueues, decode_outputs
 from kvmig.frontend.openai.routes import openai_api
 from kvmig.frontend.request_traces import RequestTraces
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.tracing.spans import SpanTracer
 from tests.support.byte_tokens import Bytes
 
@@ -50,7 +50,7 @@ class Stubbed:
     engine: StubEngine
     metronome: Metronome
     queues: RequestQueues
-    router: Router
+    router: FrontendRouter
     registry: CollectorRegistry
 
     def counted(self, name: str, **labels: str) -> float:
@@ -91,7 +91,7 @@ async def stubbed_front(
     metrics = FrontendMetrics(registry, priorities)
     queues = RequestQueues()
     traces = None if tracer is None else RequestTraces()
-    router = Router(
+    router = FrontendRouter(
         "front", SECRET, config, queues, decode_outputs, observer=metrics, traces=traces
     )
     state = HttpState(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvmig.core.config import MigrationConfig
-from kvmig.engines.base import Emitted, Frame
+from kvmig.engines.base import EmittedTokens, Frame
 from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, decode, encode
 from kvmig.engines.transformers.requests import engine_load
 from kvmig.engines.transformers.serving import ServingTransformers
@@ -31,7 +31,7 @@ class Bench:
         for engine in self.engines.values():
             engine.connect(self._take, lambda *done: None, lambda error: None)
 
-    def _take(self, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+    def _take(self, client: int, emitted: list[EmittedTokens], frames: list[Frame]) -> None:
         for output in decode(bytes(frames[0]), list[StepOutput]):
             self.got.setdefault(output.request_id, []).append(output)
         self.changed.set()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvmig.engines import device_copies
-from kvmig.engines.base import Emitted, Frame
+from kvmig.engines.base import EmittedTokens, Frame
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.payload import StepOutput, decode
@@ -44,7 +44,7 @@ class OnGpu:
         self.pace_s = 0.0
 
     def connect(self) -> None:
-        def take(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+        def take(client: int, emitted: list[EmittedTokens], frames: list[Frame]) -> None:
             for output in decode(bytes(frames[0]), list[StepOutput]):
                 self.got += output.token_ids
 

@@ -21,7 +21,7 @@ from kvmig.engines.vllm import flags
 from kvmig.frontend.call_aborts import CallAborts
 from kvmig.frontend.openai.vllm.server import VllmServer
 from kvmig.frontend.requests import is_tenants_call
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.models import BUNDLED
 from tests.support.environment import environment
 from tests.support.http_states import behind_middleware
@@ -132,7 +132,7 @@ async def application(
     router = EndingRouter(server, "retry", "")
     answering: OneSequence = router if put is None else AnsweringRouter(server, put)
     answering.aborts = aborts or CallAborts()
-    app = await server.make_app(cast("Router", answering))
+    app = await server.make_app(cast("FrontendRouter", answering))
     behind_middleware(app, added=True)
     try:
         yield app, router

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from kvmig.core.errors import MigrationRefused
-from kvmig.engines.base import CameBlocks, Export, Stage, Tail
+from kvmig.engines.base import CameBlocks, RequestExport, RequestTail, StagedBlocks
 from tests.support.vllm_side import Configuration, Output, Side, remembered
 
 if TYPE_CHECKING:
@@ -119,12 +119,12 @@ class Pair:
 
     async def exported(
         self, request_id: str, prompt: Sequence[int], *, until: int, **params: Any
-    ) -> Export:
+    ) -> RequestExport:
         """The export of a new request on `a` that has so many tokens."""
         await self.run(self.a, request_id, prompt, until=until, **params)
         return await self.done(self.a.engine.export(request_id))
 
-    async def refused(self, request_id: str, export: Export, match: str) -> None:
+    async def refused(self, request_id: str, export: RequestExport, match: str) -> None:
         """`b` refuses the request, which goes on at `a`, to its end."""
         with pytest.raises(MigrationRefused, match=match):
             await self.done(self.b.engine.reserve(export))
@@ -208,7 +208,7 @@ class Pair:
 
     async def suspend(
         self, side: Side, request_id: str, sent: int, out: memoryview | None = None
-    ) -> Tail:
+    ) -> RequestTail:
         """Out of the batch; the engine steps as far as it must."""
         task = asyncio.ensure_future(side.engine.suspend(request_id, sent, out))
         for _ in range(PATIENCE):
@@ -303,7 +303,7 @@ class Pair:
         sent = await self.done(self.b.engine.reserve(export))
         blocks = await self.done(self.b.engine.grow("moved", export.num_tokens))
         went: list[int] = []
-        while isinstance(found := await self._follow(sent, export.num_tokens + 1), Stage):
+        while isinstance(found := await self._follow(sent, export.num_tokens + 1), StagedBlocks):
             assert not found.decoding
             into = [blocks[place] for place in found.places]
             await self.copy(self.a, self.b, found.block_ids, into)
@@ -317,14 +317,14 @@ class Pair:
         assert len(self.outputs["moved"].tokens) == found.num_output_tokens == 1
         return went
 
-    async def _follow(self, sent: int, most_tokens: int) -> Stage | Tail:
+    async def _follow(self, sent: int, most_tokens: int) -> StagedBlocks | RequestTail:
         """What is new at the next step boundary of `a`; then it steps, as far as it must."""
         task = asyncio.ensure_future(self.a.engine.follow_prompt("moved", sent, most_tokens))
         for _ in range(PATIENCE):
             await self.settle()
             self.a.take_calls()
             done, _ = await asyncio.wait([task], timeout=0.005)
-            if done and isinstance(task.result(), Tail):
+            if done and isinstance(task.result(), RequestTail):
                 return task.result()
             self.a.step()
             await self.settle()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmig.core.config import UnitConfig
-from kvmig.engines.base import Emitted, Frame
+from kvmig.engines.base import EmittedTokens, Frame
 from kvmig.engines.gate import StepGate
 from kvmig.models import BUNDLED
 from tests.support.environment import environment
@@ -158,7 +158,7 @@ class Side:
 
         from kvmig.engines.vllm.front import decode_outputs
 
-        def on_outputs(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+        def on_outputs(client: int, emitted: list[EmittedTokens], frames: list[Frame]) -> None:
             batch = decode_outputs(frames)
             for one in batch.outputs:
                 output = outputs.setdefault(one.request_id, Output())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.engines.base import Tail
+from kvmig.engines.base import RequestTail
 from kvmig.frontend.ownership import RequestOwnership
 from kvmig.frontend.splice import StreamSplicer
 from kvmig.kvtransfer import destination_machine as there
@@ -41,7 +41,7 @@ def _decodes_before_commit(plant: PLANT) -> None:
     reserved = DestinationMachine.reserved
 
     def early(self: DestinationMachine, *given: object) -> list[there.Action]:
-        return [*reserved(self, *given), there.RunRequest(Tail([], 2, 0, bytes([3])))]  # type: ignore[arg-type]
+        return [*reserved(self, *given), there.RunRequest(RequestTail([], 2, 0, bytes([3])))]  # type: ignore[arg-type]
 
     plant.setattr(DestinationMachine, "reserved", early)
 
@@ -57,7 +57,7 @@ def _commits_twice(plant: PLANT) -> None:
     commit = DestinationMachine.committed
 
     def twice(self: DestinationMachine, ms: float) -> list[there.Action]:
-        return [*commit(self, ms), there.RunRequest(Tail([], 2, 0, bytes([2])))]
+        return [*commit(self, ms), there.RunRequest(RequestTail([], 2, 0, bytes([2])))]
 
     plant.setattr(DestinationMachine, "committed", twice)
 

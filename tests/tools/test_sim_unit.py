@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvmig.placement.estimator import Estimator
+from kvmig.placement.estimator import PlanEstimator
 from kvmig.placement.problem import GpuUnit, ModelLoad, PlacedInstance, cluster_of
 from kvmig.placement.step_costs import DeviceCosts, load
 from kvmig.sharing.policies import POLICIES
@@ -121,9 +121,9 @@ def test_lengths_have_share_gpts_means() -> None:
     )
 
 
-def outcome(rate: float, instances: int, requests: int = 600) -> tuple[Outcome, Estimator]:
+def outcome(rate: float, instances: int, requests: int = 600) -> tuple[Outcome, PlanEstimator]:
     llm = ModelLoad("a", "llama-7b", rate)
-    estimator = Estimator([llm], cluster_of("1x8:a100-80g"))
+    estimator = PlanEstimator([llm], cluster_of("1x8:a100-80g"))
     plan = tuple(GpuUnit(1, (PlacedInstance(0, rate / instances),)) for _ in range(instances))
     return simulate(estimator, plan, [poisson(llm, requests, 3)]), estimator
 
@@ -161,7 +161,7 @@ def test_the_axis_weights_throughputs_by_rates() -> None:
 
 def test_a_load_keeps_its_times_and_lengths() -> None:
     llm = ModelLoad("a", "llama-7b", 1.0)
-    estimator = Estimator([llm], cluster_of("1x1:a100-80g"))
+    estimator = PlanEstimator([llm], cluster_of("1x1:a100-80g"))
     load = Load(llm, [1.0, 5.0], [10, 20], [1, 1])
     found = simulate(estimator, (GpuUnit(1, (PlacedInstance(0, 1.0),)),), [load])
     prefill = load_seconds(20)

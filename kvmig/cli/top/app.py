@@ -19,7 +19,7 @@ from kvmig.cli.top.dialogs import ChoiceDialog, ConfirmDialog, HelpDialog
 from kvmig.cli.top.plain_text import middle, plain
 from kvmig.cli.top.sources import LiveSource
 from kvmig.cli.top.table_rows import Key, Look, SortOrder, TableRow
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.live_records import LiveFleet, LiveInstance, LiveStream
 
 LOOK_S = 1.0
@@ -178,7 +178,7 @@ class TopApp(App[None]):
     ]
 
     def __init__(
-        self, source: LiveSource, clock: Clock = monotonic, pause_s: float = LOOK_S
+        self, source: LiveSource, clock: TimeSource = monotonic, pause_s: float = LOOK_S
     ) -> None:
         """pause_s: between two looks."""
         super().__init__()

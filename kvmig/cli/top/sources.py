@@ -17,9 +17,9 @@ import httpx
 import msgspec
 
 from kvmig.cli.client import CallFailure, FleetClient
-from kvmig.core.api_records import InstanceRow, Listing, ModelBody, RequestRow
+from kvmig.core.api_records import InstanceRow, ModelBody, RequestRow, RowListing
 from kvmig.core.background import cancel_tasks
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.core.live_records import (
     LiveFleet,
     LiveInstance,
@@ -61,7 +61,7 @@ class LiveSource(Protocol):
     async def close(self) -> None: ...
 
 
-def open_source(client: FleetClient, wall: Clock = time.time) -> LiveSource:
+def open_source(client: FleetClient, wall: TimeSource = time.time) -> LiveSource:
     """A fleet's, or that of a single server where there is no fleet. Raises CallFailure."""
     try:
         client.get("live", streams=0)
@@ -187,7 +187,7 @@ class ServeSource:
         " It stays until it is to serve again (u)."
     )
 
-    def __init__(self, client: FleetClient, wall: Clock) -> None:
+    def __init__(self, client: FleetClient, wall: TimeSource) -> None:
         """wall: Unix time."""
         self._calls = HttpCalls(client)
         self.where = client.where
@@ -201,7 +201,7 @@ class ServeSource:
     async def observe(self) -> LiveFleet:
         """What runs now."""
         await self._follow_on()
-        answer = await self._calls.get("/kvmig/v1/requests", Listing[RequestRow])
+        answer = await self._calls.get("/kvmig/v1/requests", RowListing[RequestRow])
         seen = self._seen or InstancesEvent()
         rows = sorted(answer.data, key=lambda one: one.tokens, reverse=True)
         name = self._model
@@ -229,7 +229,9 @@ class ServeSource:
             ended.result()
         if self._following is None:
             self._model = (await self._calls.get("/kvmig/v1/model", ModelBody)).id
-            found = await self._calls.get("/kvmig/v1/migrations", Listing[MoveRecord], limit=MOVES)
+            found = await self._calls.get(
+                "/kvmig/v1/migrations", RowListing[MoveRecord], limit=MOVES
+            )
             self._moves.clear()
             self._moves.extend(reversed(found.data))
             self._heard.clear()

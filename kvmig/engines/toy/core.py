@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 from kvmig.engines.transformers.payload import SubmittedRequest
 
 VOCABULARY = 256
@@ -77,7 +77,7 @@ class ToyCache:
         run = block_tokens * HALF
         base = self._memory.ctypes.data
         self.layout = KVLayout(
-            (Region(base, run, run), Region(base + num_blocks * run, run, run)),
+            (BlockRegion(base, run, run), BlockRegion(base + num_blocks * run, run, run)),
             num_blocks,
             block_tokens,
             model="toy 2",

@@ -17,23 +17,23 @@ import msgspec
 
 from kvmig.core.errors import MigrationRefused, NotParked, RequestGone, WeightsInUse
 from kvmig.engines.base import (
-    Cadence,
+    CacheSharing,
     CameBlocks,
     ClassLoad,
-    Emitted,
+    EmittedTokens,
     EngineLoad,
-    Export,
     Frame,
     Frames,
     OnCallDone,
     OnExit,
     OnOutputs,
-    Preempted,
+    PreemptionCount,
+    RequestExport,
     RequestState,
-    Sharing,
-    Stage,
+    RequestTail,
+    StagedBlocks,
+    StepCadence,
     StepTime,
-    Tail,
 )
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.held_marks import HeldMarks
@@ -60,7 +60,7 @@ class ToyEngine:
 
     can_hold = False
     unmovable = ""
-    sharing: Sharing | str = "it is a toy"
+    sharing: CacheSharing | str = "it is a toy"
     held_marks: HeldMarks | None = None
 
     def __init__(
@@ -129,7 +129,9 @@ class ToyEngine:
             self._put_out(client, outputs)
 
     def _put_out(self, client: int, outputs: list[StepOutput]) -> None:
-        emitted = [Emitted(one.request_id, len(one.token_ids), one.finished) for one in outputs]
+        emitted = [
+            EmittedTokens(one.request_id, len(one.token_ids), one.finished) for one in outputs
+        ]
         self._on_outputs(client, emitted, [encode(outputs)])
 
     async def close(self, timeout_s: float) -> None:
@@ -261,9 +263,9 @@ class ToyEngine:
 
     # -- what it does and holds
 
-    def cadence(self) -> Cadence:
+    def cadence(self) -> StepCadence:
         """A cadence without times: steps are so short that none need wait for their ends."""
-        return Cadence(0.0, 0.0)
+        return StepCadence(0.0, 0.0)
 
     def load(self) -> EngineLoad:
         batch, needed = self._batch, self._cache.needed
@@ -279,7 +281,7 @@ class ToyEngine:
             waiting_blocks=sum(needs),
             classes=self._classes(),
             preempted=tuple(
-                Preempted(priority, times, batch.below[priority])
+                PreemptionCount(priority, times, batch.below[priority])
                 for priority, times in batch.preempted.items()
             ),
             seats=batch.max_running,
@@ -322,13 +324,15 @@ class ToyEngine:
 
     # -- source
 
-    async def export(self, request_id: str) -> Export:
+    async def export(self, request_id: str) -> RequestExport:
         return self._source.export(request_id)
 
-    async def stage(self, request_id: str, sent: int) -> Stage:
+    async def stage(self, request_id: str, sent: int) -> StagedBlocks:
         return self._source.stage(request_id, sent)
 
-    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+    async def follow_prompt(
+        self, request_id: str, sent: int, most_tokens: int
+    ) -> StagedBlocks | RequestTail:
         stage = self._source.stage(request_id, sent)
         if not stage.decoding and not stage.block_ids:
             await asyncio.sleep(self._step_ms / 1000)  # the next chunk
@@ -337,7 +341,9 @@ class ToyEngine:
             return stage
         return self._source.suspend(request_id, sent)
 
-    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+    async def suspend(
+        self, request_id: str, sent: int, out: memoryview | None = None
+    ) -> RequestTail:
         return self._source.suspend(request_id, sent)
 
     async def resume(self, request_id: str) -> None:
@@ -349,7 +355,7 @@ class ToyEngine:
 
     # -- destination
 
-    async def reserve(self, export: Export) -> int:
+    async def reserve(self, export: RequestExport) -> int:
         return self._destination.reserve(export)
 
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:
@@ -361,7 +367,9 @@ class ToyEngine:
     def expect(self, request_id: str, ms: float) -> None:
         """Do nothing: no step waits for a request."""
 
-    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+    async def commit(
+        self, request_id: str, tail: RequestTail, last: CameBlocks | None = None
+    ) -> None:
         try:
             if last is not None:
                 last.check(self._copies.scatter_now(last.block_ids, last.fused))
@@ -403,29 +411,29 @@ class ToySource:
         self._cache = cache
         self._leaving: dict[str, ToyLeaving] = {}
 
-    def export(self, request_id: str) -> Export:
+    def export(self, request_id: str) -> RequestExport:
         """Describe all of the request except its KV; it runs on."""
         request = self._batch.find(request_id)
         if request is None:
             raise RequestGone("unknown_request", f"{request_id} is not here")
         self._leaving[request_id] = ToyLeaving(request, request.preemptions)
-        return Export(request_id, len(request.tokens), [_encode(request)])
+        return RequestExport(request_id, len(request.tokens), [_encode(request)])
 
-    def stage(self, request_id: str, sent: int) -> Stage:
+    def stage(self, request_id: str, sent: int) -> StagedBlocks:
         """Full blocks: no step writes them any more, so they can be copied while it runs on."""
         request = self._checked(request_id).request
         full = request.computed // self._cache.block_tokens
         room = len(request.tokens) if request.blocks else 0  # one that waits needs none yet
-        return Stage(request.blocks[sent:full], room, request.num_outputs > 0)
+        return StagedBlocks(request.blocks[sent:full], room, request.num_outputs > 0)
 
-    def suspend(self, request_id: str, sent: int) -> Tail:
+    def suspend(self, request_id: str, sent: int) -> RequestTail:
         """Take the request out of the batch with its blocks; the last of them is part full."""
         leaving = self._checked(request_id)
         request = leaving.request
         leaving.suspended = True
         self._batch.remove(request)
         used = self._cache.needed(request.computed)
-        return Tail(
+        return RequestTail(
             request.blocks[sent:used], len(request.tokens), request.num_outputs, _encode(request)
         )
 
@@ -474,7 +482,7 @@ class ToyDestination:
         self.arriving: dict[str, ToyRequest] = {}
         """Requests that hold a reservation, by id."""
 
-    def reserve(self, export: Export) -> int:
+    def reserve(self, export: RequestExport) -> int:
         """Blocks for the request. This engine shares no prefixes, so none has its KV yet."""
         request_id = export.request_id
         if self._batch.find(request_id) is not None or request_id in self.arriving:
@@ -499,7 +507,7 @@ class ToyDestination:
             raise
         return list(request.blocks)
 
-    def commit(self, request_id: str, tail: Tail) -> None:
+    def commit(self, request_id: str, tail: RequestTail) -> None:
         """Run the request here, and nowhere else, from now on."""
         arriving = self.known(request_id)
         request = _decode(request_id, [tail.state])

@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
 )
 from transformers.generation.continuous_batching.cache_allocators.cache_pool import RegularTrees
 
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.engines.block_copies import CopyPass
 from kvmig.engines.transformers.pool import TRASH, PoolShare, SharedPool
 
@@ -138,7 +138,7 @@ class HeadPlan:
         self._share = share = allocator.share
         self._heads, self._tokens = allocator.num_key_value_heads, allocator.tokens_per_page
         size = allocator.head_dim * allocator.cache_dtype.itemsize
-        self._row = Region(share.pool.tensor.data_ptr(), size, size)
+        self._row = BlockRegion(share.pool.tensor.data_ptr(), size, size)
         self._num_rows = share.pool.tensor.numel() // size
 
     def rows(self, ids: Sequence[int]) -> NDArray[np.int64]:
@@ -152,7 +152,7 @@ class HeadPlan:
     def gather(self, ids: Sequence[int], address: int) -> Iterator[CopyPass]:
         """One copy of all rows."""
         rows = self.rows(ids)
-        buffer = Region(address, self._row.run, self._row.run)
+        buffer = BlockRegion(address, self._row.run, self._row.run)
         places = np.arange(len(rows), dtype=np.int64)
         yield CopyPass((self._row,), (buffer,), rows, places, self._num_rows, len(rows))
 

@@ -8,7 +8,7 @@ from transformers.generation.continuous_batching.requests import RequestState as
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from kvmig.core.errors import MigrationRefused, RequestGone
-from kvmig.engines.base import Export, Stage, Tail
+from kvmig.engines.base import RequestExport, RequestTail, StagedBlocks
 from kvmig.engines.transformers.payload import RequestProgress, SubmittedRequest, encode
 from kvmig.engines.transformers.requests import (
     HeldRequest,
@@ -34,7 +34,7 @@ class TransformersSource:
         self._blocks = requests.blocks
         self._leaving: dict[str, TransformersLeaving] = {}
 
-    def export(self, request_id: str) -> Export:
+    def export(self, request_id: str) -> RequestExport:
         """Describe the request as it is now."""
         state = self._requests.state(request_id)
         if state is None:
@@ -43,19 +43,19 @@ class TransformersSource:
         held, tokens = self._requests.held(request_id), all_tokens(state)
         self._leaving[request_id] = TransformersLeaving(state, len(tokens))
         progress = RequestProgress(tokens[held.num_prompt_tokens :], state.current_len())
-        return Export(request_id, len(tokens), [encode(progress), encode(held.submitted)])
+        return RequestExport(request_id, len(tokens), [encode(progress), encode(held.submitted)])
 
-    def stage(self, request_id: str, sent: int) -> Stage:
+    def stage(self, request_id: str, sent: int) -> StagedBlocks:
         """The full blocks after the first `sent`: no step writes them any more."""
         state, held = self._checked(request_id).state, self._blocks.blocks_of(request_id)
         full = state.current_len() // self._blocks.tokens
-        return Stage(
+        return StagedBlocks(
             held[sent:full],
             len(all_tokens(state)) if held else 0,
             state.status == RequestStatus.DECODING,
         )
 
-    def suspend(self, request_id: str, sent: int) -> Tail:
+    def suspend(self, request_id: str, sent: int) -> RequestTail:
         """Take the request out of the scheduler; its rest."""
         leaving = self._checked(request_id)
         if not self._requests.held(request_id).suspended:
@@ -74,10 +74,10 @@ class TransformersSource:
         if request_id in self._requests and self._requests.held(request_id).suspended:
             self._requests.drop([request_id])
 
-    def _tail(self, request_id: str, leaving: TransformersLeaving, sent: int) -> Tail:
+    def _tail(self, request_id: str, leaving: TransformersLeaving, sent: int) -> RequestTail:
         tokens, computed = all_tokens(leaving.state), leaving.state.current_len()
         used = self._blocks.needed(computed)
-        return Tail(
+        return RequestTail(
             self._blocks.blocks_of(request_id)[sent:used],
             len(tokens),
             len(tokens) - self._requests.held(request_id).num_prompt_tokens,

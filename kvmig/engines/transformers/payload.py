@@ -69,7 +69,7 @@ class RequestProgress(msgspec.Struct, frozen=True):
     """How far a request is; with `SubmittedRequest`, all that its next step depends on."""
 
     output_token_ids: list[int]
-    """Output tokens: all in an Export; in a Tail those after the exported ones."""
+    """Output tokens: all in a `RequestExport`; in a `RequestTail` those after the exported ones."""
     num_computed_tokens: int
     """Tokens whose KV is in the blocks. 0: not started, or preempted."""
 

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestState as
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from kvmig.core.errors import MigrationRefused
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.engines.block_copies import BlockPlan as Whole
 from kvmig.engines.block_copies import CopyPlan
@@ -45,7 +45,7 @@ class CacheBlocks:
         words = f"{model_words}\0{cache.dtype}\0{allocator.num_key_value_heads}"
         # Ids count from the tensor's start, where blocks that nobody gets are.
         self.layout = KVLayout(
-            (Region(cache.cache_tensor.data_ptr(), stride, stride),),
+            (BlockRegion(cache.cache_tensor.data_ptr(), stride, stride),),
             allocator.num_blocks + 2 * allocator.blocks_per_sector,
             self.tokens,
             hashlib.blake2b(words.encode(), digest_size=16).hexdigest(),

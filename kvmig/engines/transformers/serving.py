@@ -18,21 +18,21 @@ from msgspec.structs import replace
 from kvmig.core.errors import ConfigError, MigrationRefused, NotParked
 from kvmig.engines import device_copies
 from kvmig.engines.base import (
-    Cadence,
+    CacheSharing,
     CameBlocks,
-    Emitted,
+    EmittedTokens,
     EngineLoad,
-    Export,
     Frame,
     Frames,
     OnCallDone,
     OnExit,
     OnOutputs,
+    RequestExport,
     RequestState,
-    Sharing,
-    Stage,
+    RequestTail,
+    StagedBlocks,
+    StepCadence,
     StepTime,
-    Tail,
 )
 from kvmig.engines.block_copies import BlockCopies, HostCopies
 from kvmig.engines.held_marks import HeldMarks
@@ -75,7 +75,7 @@ class ServingTransformers:
 
     can_hold = False
     unmovable = ""
-    sharing: Sharing | str = "only vLLM's engines do, from process to process"
+    sharing: CacheSharing | str = "only vLLM's engines do, from process to process"
     held_marks: HeldMarks | None = None
 
     def __init__(self, config: EngineConfig, pool: SharedPool | None = None) -> None:
@@ -123,7 +123,7 @@ class ServingTransformers:
 
     # -- what it does and holds
 
-    def cadence(self) -> Cadence:
+    def cadence(self) -> StepCadence:
         return self._loop.cadence_meter.cadence(time.monotonic())
 
     def load(self) -> EngineLoad:
@@ -134,14 +134,16 @@ class ServingTransformers:
 
     # -- source
 
-    async def export(self, request_id: str) -> Export:
+    async def export(self, request_id: str) -> RequestExport:
         return await self._between(lambda: self._source.export(request_id))
 
-    async def stage(self, request_id: str, sent: int) -> Stage:
+    async def stage(self, request_id: str, sent: int) -> StagedBlocks:
         return await self._between(lambda: self._source.stage(request_id, sent))
 
-    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
-        def follow() -> Stage | Tail:
+    async def follow_prompt(
+        self, request_id: str, sent: int, most_tokens: int
+    ) -> StagedBlocks | RequestTail:
+        def follow() -> StagedBlocks | RequestTail:
             stage = self._source.stage(request_id, sent)
             if not stage.decoding or stage.num_tokens > most_tokens:
                 return stage
@@ -149,7 +151,9 @@ class ServingTransformers:
 
         return await self._between(follow)
 
-    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+    async def suspend(
+        self, request_id: str, sent: int, out: memoryview | None = None
+    ) -> RequestTail:
         return await self._between(lambda: self._source.suspend(request_id, sent))
 
     async def resume(self, request_id: str) -> None:
@@ -160,7 +164,7 @@ class ServingTransformers:
 
     # -- destination
 
-    async def reserve(self, export: Export) -> int:
+    async def reserve(self, export: RequestExport) -> int:
         try:
             progress = decode(export.payload[0], RequestProgress)
             submitted = decode(export.payload[1], SubmittedRequest)
@@ -186,7 +190,9 @@ class ServingTransformers:
     def expect(self, request_id: str, ms: float) -> None:
         """Do nothing: no step waits for a request."""
 
-    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+    async def commit(
+        self, request_id: str, tail: RequestTail, last: CameBlocks | None = None
+    ) -> None:
         if last is not None:
             try:
                 last.check(await self.scatter(last.block_ids, last.fused, urgent=True))
@@ -396,11 +402,13 @@ class ServingTransformers:
     # -- on the event loop
 
     def _hand_out(self, client: int, outputs: list[StepOutput]) -> None:
-        emitted: list[Emitted] = []
+        emitted: list[EmittedTokens] = []
         for one in outputs:
             if one.finish_reason and one.request_id in self._warming:
                 self._warming[one.request_id].set_result(None)
-            emitted.append(Emitted(one.request_id, len(one.token_ids), bool(one.finish_reason)))
+            emitted.append(
+                EmittedTokens(one.request_id, len(one.token_ids), bool(one.finish_reason))
+            )
         self._on_outputs(client, emitted, [encode(outputs)])
 
 

@@ -114,7 +114,7 @@ class CacheBalloon:
         """Called on the engine's thread when that has changed."""
 
     def resize(self, quota: int, limit: int, patience_s: float) -> None:
-        """See `kvmig.engines.base.Sharing`; it happens between the steps that follow."""
+        """See `kvmig.engines.base.CacheSharing`; it happens between the steps that follow."""
         group = self._backing.group
         self._quota = max(1, min(quota, self.room.capacity) // self.room.granule) * group
         self._limit = max(1, limit // self.room.granule) * group
@@ -334,7 +334,7 @@ def _reused_first(pool: BlockPool, size: int) -> Iterator[list[KVCacheBlock]]:
 
 
 class VllmSharing:
-    """Implements `kvmig.engines.base.Sharing` for an engine with a balloon."""
+    """Implements `kvmig.engines.base.CacheSharing` for an engine with a balloon."""
 
     def __init__(
         self,
@@ -351,19 +351,19 @@ class VllmSharing:
 
     @property
     def use(self) -> KVUse:
-        """See `Sharing`."""
+        """See `CacheSharing`."""
         return self._balloon.use
 
     def watch(self, on_use: Callable[[], None]) -> None:
-        """See `Sharing`."""
+        """See `CacheSharing`."""
         self._balloon.on_use = on_use
 
     async def resize(self, quota: int, limit: int, patience_s: float) -> None:
-        """See `Sharing`."""
+        """See `CacheSharing`."""
         await self._on_engine(lambda: self._balloon.resize(quota, limit, patience_s))
 
     async def gated(self, gate: StepGate) -> None:
-        """See `Sharing`."""
+        """See `CacheSharing`."""
         await self._on_engine(lambda: self._share(gate))
 
 

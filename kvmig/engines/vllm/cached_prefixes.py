@@ -26,7 +26,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
 from kvmig.core.errors import MigrationRefused, RequestGone
-from kvmig.engines.base import Stage, Tail
+from kvmig.engines.base import RequestTail, StagedBlocks
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.migration import check_awake
 from kvmig.engines.vllm.offload import CacheOffload
@@ -235,7 +235,7 @@ class PrefixSource:
         self._leaving[request_id] = LeavingPrefix(beginning, pool.weights(), shared_tokens)
         return beginning.tokens
 
-    def stage(self, request_id: str, sent: int) -> Stage:
+    def stage(self, request_id: str, sent: int) -> StagedBlocks:
         """Name the blocks after the first `sent`: none of them changes."""
         leaving = self._checked(request_id)
         if leaving.sent is None:
@@ -243,12 +243,12 @@ class PrefixSource:
         leaving.sent.back_to(sent)
         places, ids = self._pool.unsent(leaving.beginning, leaving.sent)
         leaving.sent.places += places
-        return Stage(ids, leaving.beginning.tokens, places=places)
+        return StagedBlocks(ids, leaving.beginning.tokens, places=places)
 
-    def suspend(self, request_id: str, sent: int) -> Tail:
+    def suspend(self, request_id: str, sent: int) -> RequestTail:
         """What no stage has named."""
         stage = self.stage(request_id, sent)
-        return Tail(stage.block_ids, stage.num_tokens, 0, b"", places=stage.places)
+        return RequestTail(stage.block_ids, stage.num_tokens, 0, b"", places=stage.places)
 
     def resume(self, request_id: str) -> None:
         """Keep the session: its blocks are cached as before."""

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from kvmig.core.config import UnitConfig
 from kvmig.core.errors import UnsupportedLayout
 from kvmig.engines.backing import CacheBacking, MadviseBacking, VmmBacking
-from kvmig.engines.base import EngineLoad, Sharing
+from kvmig.engines.base import CacheSharing, EngineLoad
 from kvmig.engines.gate import StepGate
 from kvmig.engines.vllm.allocation import without_pages
 from kvmig.engines.vllm.balloon import CacheBalloon, VllmSharing, unshared
@@ -56,7 +56,7 @@ class DeviceSharing:
         core: StepCore,
         memory: BlockMemory,
         on_engine: Callable[[Callable[[], None]], Awaitable[None]],
-    ) -> Sharing | str:
+    ) -> CacheSharing | str:
         """Let the engine's KV cache shrink and grow, or return the reason why it can't.
 
         on_engine: runs something on the engine's thread, between two steps.

@@ -30,7 +30,7 @@ _LOOK_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class EmbeddedOutput:
     """The output of one step for one request."""
 
     request_id: str
@@ -69,10 +69,10 @@ class EmbeddedVllm(ServingVllm):
         )
         return list(encode_request(token_request("", prompt, params)))
 
-    def decode_outputs(self, frames: Frames) -> list[Output]:
+    def decode_outputs(self, frames: Frames) -> list[EmbeddedOutput]:
         """The outputs that `connect`'s `on_outputs` got."""
         return [
-            Output(
+            EmbeddedOutput(
                 one.request_id,
                 list(one.new_token_ids),
                 "" if one.finish_reason is None else str(one.finish_reason),

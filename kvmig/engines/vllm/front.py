@@ -42,7 +42,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.errors import AnswerTooLarge, Failure, NoInstance, QuotaUsedUp
 from kvmig.engines.base import Frames
 from kvmig.engines.vllm.answer_sizes import (
@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestRouter(Protocol):
-    """The part of `kvmig.frontend.router.Router` that the client needs."""
+    """The part of `kvmig.frontend.router.FrontendRouter` that the client needs."""
 
     async def submit(
         self,
@@ -197,7 +197,7 @@ class OutputQueue:
     """Implements the router's `Sink`: a queue that AsyncLLM reads; one for the front end."""
 
     queue: asyncio.Queue[EngineCoreOutputs] = field(default_factory=asyncio.Queue)
-    clock: Clock = monotonic
+    clock: TimeSource = monotonic
     most: int | None = None
     """Engine index of what instances of other servers give, all together; None: there is none."""
     _clocks: EngineClocks = field(default_factory=EngineClocks)

@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from kvmig.core.clock import Clock, monotonic
+from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.errors import Failure
 from kvmig.engines.grammar_bounds import GrammarTooLarge, check_grammar
 from kvmig.engines.vllm.outputs import failure
@@ -143,11 +143,11 @@ def why_given_up(grammar: StructuredOutputGrammar) -> str:
 class CompilingGrammar(Future[StructuredOutputGrammar]):
     """A grammar that is compiled. vLLM looks again and again whether it is done: that ends it."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: TimeSource) -> None:
         super().__init__()
         self._clock = clock
         self.began: float | None = None
-        self.computed: Clock = lambda: 0.0
+        self.computed: TimeSource = lambda: 0.0
         """Seconds that its thread has computed."""
         self.on_late: Callable[[], None] = lambda: None
         """Lets another one begin."""
@@ -192,9 +192,9 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        clock: Clock = monotonic,
+        clock: TimeSource = monotonic,
         refused: Callable[[str, str, Failure], None] = lambda *_: None,
-        thread_clock: Callable[[], Clock] | None = None,
+        thread_clock: Callable[[], TimeSource] | None = None,
     ) -> None:
         """refused: takes a request's id, why its grammar is not compiled, and whose fault it is.
 
@@ -263,7 +263,7 @@ class GrammarCompiler:
         self._begin()
 
 
-def clock_of_this_thread() -> Clock:
+def clock_of_this_thread() -> TimeSource:
     """The computing of the thread that calls this; other threads may read it while it runs."""
     number = time.pthread_getcpuclockid(threading.get_ident())
     before = time.clock_gettime(number)

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.request_queue import (
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from kvmig.engines.base import ClassLoad, EngineLoad, Preempted, RequestState
+from kvmig.engines.base import ClassLoad, EngineLoad, PreemptionCount, RequestState
 from kvmig.engines.vllm.connectors import NATIVE
 from kvmig.engines.vllm.migration import unmovable
 from kvmig.engines.vllm.tables import RequestTables
@@ -168,10 +168,10 @@ class PreemptionCounter:
         self._preempt = scheduler._preempt_request
         scheduler._preempt_request = self._count
 
-    def counts(self) -> tuple[Preempted, ...]:
+    def counts(self) -> tuple[PreemptionCount, ...]:
         """The preemptions of each priority that was ever preempted."""
         return tuple(
-            Preempted(priority, times, self._below[priority])
+            PreemptionCount(priority, times, self._below[priority])
             for priority, times in sorted(self._times.items())
         )
 

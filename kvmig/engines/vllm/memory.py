@@ -18,7 +18,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from kvmig.core.errors import KvmigError, NotParked, UnsupportedLayout
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockCopies, BlockPlan, CopyBackend, CopyPlan, HostCopies
 from kvmig.engines.vllm import worker
@@ -113,7 +113,7 @@ class BlockMemory:
         return self._gpu
 
     @property
-    def regions(self) -> tuple[Region, ...]:
+    def regions(self) -> tuple[BlockRegion, ...]:
         """Regions of vLLM's own blocks. Raises UnsupportedLayout where they aren't known."""
         if self._cache is None or self.unmovable:
             raise UnsupportedLayout(self.unmovable)

@@ -1,8 +1,8 @@
 """The two ends of a migration, on the engine's thread between two steps.
 
 `unmovable` decides which requests move: those whose whole state the adapter carries; the others
-stay, by name. `VllmProgress` is that state, in an Export and in a Tail. `VllmSource` gives requests
-up, `VllmDestination` takes them over.
+stay, by name. `VllmProgress` is that state, in a `RequestExport` and in a `RequestTail`.
+`VllmSource` gives requests up, `VllmDestination` takes them over.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.core.errors import MigrationRefused, RequestGone
-from kvmig.engines.base import Stage, Tail
+from kvmig.engines.base import RequestTail, StagedBlocks
 from kvmig.engines.vllm import lora, runner
 from kvmig.engines.vllm.connectors import why_held
 from kvmig.engines.vllm.core import StepCore
@@ -129,7 +129,7 @@ class VllmProgress(msgspec.Struct, frozen=True):
     """How far a request is; with the submitted request, all that its next step depends on."""
 
     output_token_ids: list[int]
-    """Output tokens: all in an Export; in a Tail those after the exported ones."""
+    """Output tokens: all in a `RequestExport`; in a `RequestTail` those after the exported ones."""
     num_computed_tokens: int
     """Tokens whose KV is in the blocks. 0: not started, or preempted."""
     prefilled: bool
@@ -251,7 +251,7 @@ class VllmSource:
         )
         return self._progress(request, 0)
 
-    def stage(self, request_id: str, sent: int) -> Stage:
+    def stage(self, request_id: str, sent: int) -> StagedBlocks:
         """The full blocks after the first `sent`: no step writes them any more."""
         leaving = self._checked(request_id)
         request, known = leaving.request, self._sent(leaving, sent)
@@ -260,11 +260,11 @@ class VllmSource:
         known.places += places
         decoding = request.status == RequestStatus.RUNNING and not request.is_prefill_chunk
         num_tokens = request.num_tokens if self._tables.count_blocks(block_ids) else 0
-        return Stage(ids, num_tokens, decoding, places)
+        return StagedBlocks(ids, num_tokens, decoding, places)
 
     def follow_prompt(
         self, request_id: str, sent: int, most_tokens: int, gather: Gather
-    ) -> Stage | Future[Tail]:
+    ) -> StagedBlocks | Future[RequestTail]:
         """The full blocks after the first `sent`; the tail once the prompt's last chunk is
         computed, or in the step that runs."""
         stage = self.stage(request_id, sent)
@@ -272,7 +272,7 @@ class VllmSource:
             return stage
         return self.suspend(request_id, sent, gather)
 
-    def suspend(self, request_id: str, sent: int, gather: Gather) -> Future[Tail]:
+    def suspend(self, request_id: str, sent: int, gather: Gather) -> Future[RequestTail]:
         """Take the request out of the batch; its tail comes once no step holds it."""
         leaving = self._checked(request_id)
         request, scheduler = leaving.request, self._scheduler
@@ -282,7 +282,7 @@ class VllmSource:
         else:
             _leave_queue(scheduler, request)
 
-        promised: Future[Tail] = Future()
+        promised: Future[RequestTail] = Future()
         promised.set_running_or_notify_cancel()  # whoever awaits it can't take it back
 
         def drained() -> None:
@@ -349,14 +349,14 @@ class VllmSource:
             if one.suspended and not one.request.is_finished()
         ]
 
-    def _tail(self, request_id: str, sent: int) -> Tail:
+    def _tail(self, request_id: str, sent: int) -> RequestTail:
         leaving = self._checked(request_id)
         request, known = leaving.request, self._sent(leaving, sent)
         block_ids = self._scheduler.kv_cache_manager.get_block_ids(request_id)
         places, ids = self._tables.unsent_blocks(block_ids, _computed(request), known)
         known.places += places
         progress = self._progress(request, leaving.exported_outputs)
-        return Tail(
+        return RequestTail(
             block_ids=ids,
             num_tokens=request.num_tokens,
             num_output_tokens=request.num_output_tokens,

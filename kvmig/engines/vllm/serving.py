@@ -23,20 +23,20 @@ from kvmig.core.config import UnitConfig
 from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines.base import (
     FIRST_GUEST,
-    Cadence,
+    CacheSharing,
     CameBlocks,
-    Emitted,
+    EmittedTokens,
     EngineLoad,
-    Export,
     Frames,
     OnCallDone,
     OnExit,
     OnOutputs,
+    RequestExport,
     RequestState,
-    Sharing,
-    Stage,
+    RequestTail,
+    StagedBlocks,
+    StepCadence,
     StepTime,
-    Tail,
     too_large,
 )
 from kvmig.engines.identity import check_unchanged
@@ -149,7 +149,7 @@ class ServingVllm:
         prefixes = PrefixPool(core, memory.tables, offload, lambda: self._weights)
         self._prefix_source = PrefixSource(prefixes)
         self._prefix_destination = PrefixDestination(prefixes)
-        self._sessions: dict[str, Export] = {}
+        self._sessions: dict[str, RequestExport] = {}
         """Sessions that are held, so that they can be moved, by the id of their move."""
         self._warm_step = WarmStep(core)
         self._seats = scheduler.max_num_active_reqs
@@ -163,7 +163,7 @@ class ServingVllm:
         self._holdings = RequestHoldings(
             scheduler, memory.tables, self.unmovable, core.vllm_config.kv_transfer_config
         )
-        self.sharing: Sharing | str = self._device.open(core, memory, self._on_engine)
+        self.sharing: CacheSharing | str = self._device.open(core, memory, self._on_engine)
         self._load = self._seen_load()
         self._load_at = 0.0
         self._listed: list[RequestState] = []
@@ -250,7 +250,7 @@ class ServingVllm:
 
     # -- what it does and holds
 
-    def cadence(self) -> Cadence:
+    def cadence(self) -> StepCadence:
         return self._core.cadence_meter.cadence(time.monotonic())
 
     def load(self) -> EngineLoad:
@@ -305,11 +305,11 @@ class ServingVllm:
         # One token more than is held: a prefix cache never has the last one of a prompt.
         submitted.prompt_token_ids = (submitted.prompt_token_ids or [])[: tokens + 1]
         adapter = self._core.adapters.identity(request.lora_request)
-        self._sessions[request_id] = Export(
+        self._sessions[request_id] = RequestExport(
             request_id, tokens, [b"", adapter.encode(), *encode_request(submitted)], idle=True
         )
 
-    async def export(self, request_id: str) -> Export:
+    async def export(self, request_id: str) -> RequestExport:
         if request_id in self._sessions:
             return self._sessions[request_id]
         frames = self._incoming.submitted.get(request_id)
@@ -326,44 +326,48 @@ class ServingVllm:
 
         progress, request = await self._on_engine(look)
         adapter = self._core.adapters.identity(request.lora_request)
-        return Export(
+        return RequestExport(
             request_id=request_id,
             num_tokens=request.num_prompt_tokens + len(progress.output_token_ids),
             payload=[encode_progress(replace(progress, adapter=adapter)), *frames],
         )
 
-    async def stage(self, request_id: str, sent: int) -> Stage:
+    async def stage(self, request_id: str, sent: int) -> StagedBlocks:
         source = self._prefix_source if request_id in self._sessions else self._source
         return await self._on_engine(lambda: source.stage(request_id, sent))
 
-    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+    async def follow_prompt(
+        self, request_id: str, sent: int, most_tokens: int
+    ) -> StagedBlocks | RequestTail:
         return await self._take_out(
             request_id,
             None,
             lambda gather: self._source.follow_prompt(request_id, sent, most_tokens, gather),
         )
 
-    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+    async def suspend(
+        self, request_id: str, sent: int, out: memoryview | None = None
+    ) -> RequestTail:
         if request_id in self._sessions:
             return await self._on_engine(lambda: self._prefix_source.suspend(request_id, sent))
         tail = await self._take_out(
             request_id, out, lambda gather: self._source.suspend(request_id, sent, gather)
         )
-        assert isinstance(tail, Tail)
+        assert isinstance(tail, RequestTail)
         return tail
 
     async def _take_out(
         self,
         request_id: str,
         out: memoryview | None,
-        suspend: Callable[[Gather], Stage | Future[Tail]],
-    ) -> Stage | Tail:
+        suspend: Callable[[Gather], StagedBlocks | Future[RequestTail]],
+    ) -> StagedBlocks | RequestTail:
         """What `suspend` returns, called on the engine; out: see `Engine.suspend`."""
         memory = self._memory
         gathering = TailGather(memory.copies, self.layout.block_bytes, memory.on_gpu, out)
         try:
             suspended = await self._on_engine(lambda: suspend(gathering.begin))
-            if isinstance(suspended, Stage):
+            if isinstance(suspended, StagedBlocks):
                 return suspended
             try:
                 return await gathering.finish(await asyncio.wrap_future(suspended))
@@ -398,7 +402,7 @@ class ServingVllm:
 
     # -- destination
 
-    async def reserve(self, export: Export) -> int:
+    async def reserve(self, export: RequestExport) -> int:
         if export.idle:
             return await self._reserve_session(export)
         try:
@@ -418,7 +422,7 @@ class ServingVllm:
         self._incoming.submitted[export.request_id] = list(export.payload[1:])
         return hit
 
-    async def _reserve_session(self, export: Export) -> int:
+    async def _reserve_session(self, export: RequestExport) -> int:
         try:
             adapter, frames = export.payload[1].decode(), export.payload[2:]
             check_known(frames)
@@ -462,7 +466,9 @@ class ServingVllm:
         if not self._destination.is_arriving(request_id):  # asked last: it may end meanwhile
             self._core.hold.over(request_id)
 
-    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+    async def commit(
+        self, request_id: str, tail: RequestTail, last: CameBlocks | None = None
+    ) -> None:
         if request_id in self._prefix_destination.arriving:
             await self._commit_session(request_id, last)
             return
@@ -569,7 +575,7 @@ class ServingVllm:
         if client == OWN_CLIENT and self._own.take_outputs(outputs):
             return
         emitted = [
-            Emitted(output.request_id, len(output.new_token_ids), output.finished)
+            EmittedTokens(output.request_id, len(output.new_token_ids), output.finished)
             for output in outputs.outputs
         ]
         for entry in emitted:

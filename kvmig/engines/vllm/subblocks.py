@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvmig.core.errors import ConfigError, UnsupportedLayout
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.engines.block_copies import CopyPass
 
 
@@ -102,10 +102,10 @@ def kernel_blocks(layer: LayerCache, num_blocks: int) -> int:
     return layer.shape[0] // num_blocks
 
 
-def whole_blocks(ranks: Sequence[RankCache]) -> tuple[Region, ...]:
+def whole_blocks(ranks: Sequence[RankCache]) -> tuple[BlockRegion, ...]:
     """One region a rank and page: a scheduler's block is one run of bytes in it."""
     return tuple(
-        Region(rank.address + page.offset, page.stride, page.nbytes)
+        BlockRegion(rank.address + page.offset, page.stride, page.nbytes)
         for rank in ranks
         for page in rank.pages
     )
@@ -194,7 +194,7 @@ class _Part:
     strips: BlockStrips
     piece: int
     """Bytes of one strip in one unit."""
-    copies: tuple[tuple[Region, ...], ...]
+    copies: tuple[tuple[BlockRegion, ...], ...]
     """Regions of each copy of the heads; pieces follow each other from the first block on."""
     kernel_block: int
     """Pieces from one kernel block to the next."""
@@ -241,11 +241,11 @@ class UnitMap:
         ]
 
     @property
-    def wire_regions(self) -> tuple[Region, ...]:
+    def wire_regions(self) -> tuple[BlockRegion, ...]:
         """One unit, fused: one run a layer and head, as both ends must have them."""
         head = self._head_bytes
         return tuple(
-            Region(index * head, self.unit_bytes, head)
+            BlockRegion(index * head, self.unit_bytes, head)
             for index in range(self._layers * self._heads)
         )
 
@@ -261,7 +261,7 @@ class UnitMap:
                 yield self._pass(part, regions, unit_ids, address).reversed()
 
     def _pass(
-        self, part: _Part, regions: tuple[Region, ...], unit_ids: Sequence[int], address: int
+        self, part: _Part, regions: tuple[BlockRegion, ...], unit_ids: Sequence[int], address: int
     ) -> CopyPass:
         strips = np.arange(part.strips.count, dtype=np.int64)
         block, place = np.divmod(np.asarray(unit_ids, np.int64), self._units.per_block)
@@ -271,7 +271,7 @@ class UnitMap:
         unit = self.unit_bytes // part.piece
         buffer_ids = (np.arange(len(at))[:, None] * unit + strips).ravel()
         buffer = tuple(
-            Region(address + index * self._head_bytes + part.in_head, part.piece, part.piece)
+            BlockRegion(address + index * self._head_bytes + part.in_head, part.piece, part.piece)
             for index in range(len(regions))
         )
         blocks = self._blocks * part.kernel_block
@@ -290,9 +290,9 @@ def _part(
         )
     copies = len(ranks) * held // heads
 
-    def regions(copy: int) -> tuple[Region, ...]:
+    def regions(copy: int) -> tuple[BlockRegion, ...]:
         return tuple(
-            Region(
+            BlockRegion(
                 ranks[head // held * copies + copy].layers[number].address
                 + head % held * layer.strides[1]
                 + layer.shape[2] * before,

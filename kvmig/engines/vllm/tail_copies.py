@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 
 from msgspec.structs import replace
 
-from kvmig.engines.base import CameBlocks, Tail
+from kvmig.engines.base import CameBlocks, RequestTail
 from kvmig.engines.block_copies import BlockCopies
 
 
@@ -42,7 +42,7 @@ class TailGather:
             self._copy = self._copies.start_gather(block_ids, self._out)
             return []
 
-    async def finish(self, tail: Tail) -> Tail:
+    async def finish(self, tail: RequestTail) -> RequestTail:
         """The tail, with the checksums of what was gathered. Raises what the copy has raised."""
         if self._copy is None:
             return tail

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from kvmig.accounts.keys import BAD_KEY, KeyDenied, KeyIndex, allows
 from kvmig.accounts.page_sessions import LoginSession, SessionCookies
-from kvmig.core.clock import Clock
+from kvmig.core.clock import TimeSource
 from kvmig.fleet.callers import FORWARDED
 from kvmig.pages.session import CookieSessions, PagePerson
 
@@ -20,7 +20,7 @@ class FleetSessions(CookieSessions):
         self,
         keys: Callable[[], KeyIndex],
         pepper: Callable[[], bytes],
-        wall: Clock,
+        wall: TimeSource,
         *,
         tls: bool = False,
     ) -> None:

@@ -1,1 +1,1 @@
-"""The OpenAI API on a Router, for each kind of engine."""
+"""The OpenAI API on a `FrontendRouter`, for each kind of engine."""

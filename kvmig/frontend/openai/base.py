@@ -14,7 +14,7 @@ from kvmig.core.config import ClusterConfig
 from kvmig.frontend.isolation import PromptSalts
 from kvmig.frontend.media_rules import MediaRules
 from kvmig.frontend.ports import OutputBatch, OutputSink
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 
 
 class OpenAIServer(Protocol):
@@ -51,7 +51,7 @@ class OpenAIServer(Protocol):
         """What the model can use of one prompt; after `make_app`."""
         ...
 
-    async def make_app(self, router: Router) -> FastAPI:
+    async def make_app(self, router: FrontendRouter) -> FastAPI:
         """The OpenAI API's application, to be extended before it serves."""
         ...
 

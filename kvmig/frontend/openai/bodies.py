@@ -140,7 +140,7 @@ class StreamOptions(_Strict):
     """The usage so far, in every chunk."""
 
 
-class Body(_Strict):
+class GenerationBody(_Strict):
     """Fields that completions and chats share."""
 
     model: str = ""
@@ -191,7 +191,7 @@ class Body(_Strict):
         return self.stream_options or StreamOptions()
 
 
-class CompletionBody(Body):
+class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, BeforeValidator(as_prompt), PROMPT]
@@ -224,7 +224,7 @@ class Message(_Strict):
         return own
 
 
-class ChatBody(Body):
+class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]

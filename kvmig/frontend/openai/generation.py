@@ -27,7 +27,7 @@ from kvmig.frontend.openai.bodies import StreamOptions
 from kvmig.frontend.openai.text import StopStrings, StreamDetokenizer
 from kvmig.frontend.ports import OutputBatch, OutputItem
 from kvmig.frontend.requests import priority_of_call
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 
 _STATUSES: dict[Failure, HTTPStatus] = {
     "retry": HTTPStatus.SERVICE_UNAVAILABLE,
@@ -132,9 +132,9 @@ def decode_outputs(payload: Sequence[memoryview]) -> OutputBatch:
 
 @dataclass(frozen=True)
 class GenerationBackend:
-    """Router, queues and tokenizer that all requests of a front end share."""
+    """The router, the queues and the tokenizer that all requests of a front end share."""
 
-    router: Router
+    router: FrontendRouter
     queues: RequestQueues
     tokenizer: TokenizerPort
 

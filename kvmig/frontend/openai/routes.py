@@ -27,7 +27,7 @@ from kvmig.frontend.openai.answers import (
     CompletionAnswer,
     Models,
 )
-from kvmig.frontend.openai.bodies import Body, ChatBody, CompletionBody, field_names
+from kvmig.frontend.openai.bodies import ChatBody, CompletionBody, GenerationBody, field_names
 from kvmig.frontend.openai.generation import (
     CallChoices,
     ChoiceGeneration,
@@ -142,7 +142,7 @@ class _Runner:
     async def run(
         self,
         request: Request,
-        body: Body,
+        body: GenerationBody,
         submitted: SubmittedRequest,
         external_id: str,
         answer: AnswerWriter,
@@ -167,7 +167,7 @@ class _Runner:
         return await whole(request, choices, answer, tokens)
 
     def checked(
-        self, body: Body, prompt: list[int], asked: int | None, logprobs: int | None
+        self, body: GenerationBody, prompt: list[int], asked: int | None, logprobs: int | None
     ) -> SubmittedRequest:
         """asked: output tokens; None: as many as there is room for. logprobs: see
         `SubmittedRequest`.

@@ -29,7 +29,7 @@ from kvmig.frontend.openai.generation import (
 )
 from kvmig.frontend.openai.routes import openai_api
 from kvmig.frontend.ports import OutputBatch
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 
 
 class DescribedEngine(msgspec.Struct):
@@ -77,7 +77,7 @@ class TokenServer(HttpTask):
         assert self._tokenizer is not None
         return ModelReach(self._max_tokens, 4 * self._tokenizer.longest)
 
-    async def make_app(self, router: Router) -> FastAPI:
+    async def make_app(self, router: FrontendRouter) -> FastAPI:
         assert self._tokenizer is not None
         args = self._args
         app = FastAPI(title="kvmig", docs_url=None, redoc_url=None)

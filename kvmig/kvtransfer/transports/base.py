@@ -23,7 +23,7 @@ from typing import Protocol, Self
 import msgspec
 
 from kvmig.core.errors import PeerError, TransportError
-from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.messages import Chunk, TransportOffer
 from kvmig.rpc.codec import Frames
 
 CLOSED = -1
@@ -98,7 +98,7 @@ class StagingPool(ABC):
         return None
 
     @abstractmethod
-    def offer(self) -> Offer:
+    def offer(self) -> TransportOffer:
         """What the destination needs to try this transport."""
 
     # -- slots
@@ -220,7 +220,7 @@ class BufferShape(msgspec.Struct, frozen=True):
     slot_bytes: int
 
     @classmethod
-    def from_offer(cls, offer: Offer) -> Self:
+    def from_offer(cls, offer: TransportOffer) -> Self:
         """The shape that a token names. Raises TransportError for a token that names none."""
         try:
             return msgspec.json.decode(offer.token, type=cls).checked()

@@ -24,7 +24,7 @@ from kvmig.core.errors import KvmigError, PeerError, TransportError
 from kvmig.kernels import ipc
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.side_stream import SideStream
-from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.messages import Chunk, TransportOffer
 from kvmig.kvtransfer.transports.base import (
     AnnounceChunk,
     BufferShape,
@@ -155,11 +155,11 @@ class CudaIpcStaging(StagingPool):
         self._refusals = refusals
         super().__init__(slots, slot_bytes)
 
-    def offer(self) -> Offer:
+    def offer(self) -> TransportOffer:
         """The offer: this side's location, and how many buffers the destination needs for it."""
         shape = BufferShape(self.slots, self.slot_bytes)
         origin = IpcOrigin(host_identity(), shape, self._memory.exported, self._nonce.hex())
-        return Offer(NAME, msgspec.json.encode(origin).decode())
+        return TransportOffer(NAME, msgspec.json.encode(origin).decode())
 
     def _connect(self, token: str) -> TransportChannel:
         try:
@@ -238,7 +238,7 @@ class CudaIpcInbox(TransportInbox):
 
     transport = NAME
 
-    def __init__(self, offer: Offer, gpu: int | None, refusals: RefusalCounter) -> None:
+    def __init__(self, offer: TransportOffer, gpu: int | None, refusals: RefusalCounter) -> None:
         """Raises TransportError for a source on another host, without enough memory, and where the
         GPUs don't reach each other's memory."""
         try:

@@ -21,7 +21,7 @@ from kvmig.core.errors import KvmigError, PeerError, TransportError
 from kvmig.kernels import ipc, nccl
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import CudaDriver
-from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.messages import Chunk, TransportOffer
 from kvmig.kvtransfer.transports.base import (
     AnnounceChunk,
     BufferShape,
@@ -149,9 +149,11 @@ class NcclStaging(StagingPool):
         self.check(slot)
         return self._memory.view(slot * self.slot_bytes, self.slot_bytes)
 
-    def offer(self) -> Offer:
+    def offer(self) -> TransportOffer:
         """How many buffers the destination needs for it, and where this side is."""
-        return Offer(NAME, NcclOffer(self.slots, self.slot_bytes, self._memory.gpu).token())
+        return TransportOffer(
+            NAME, NcclOffer(self.slots, self.slot_bytes, self._memory.gpu).token()
+        )
 
     def _connect(self, token: str) -> TransportChannel:
         try:
@@ -206,7 +208,7 @@ class NcclInbox(TransportInbox):
 
     transport = NAME
 
-    def __init__(self, offer: Offer, gpu: int | None) -> None:
+    def __init__(self, offer: TransportOffer, gpu: int | None) -> None:
         """Raises TransportError without NCCL, without a GPU, and for a source on the same GPU."""
         self._shape = shape = NcclOffer.from_offer(offer)
         memory = NcclMemory(gpu, shape.slots * shape.slot_bytes)

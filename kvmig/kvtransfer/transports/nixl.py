@@ -30,7 +30,7 @@ from kvmig.core.errors import PeerError, TransportError
 from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import CudaDriver
-from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.messages import Chunk, TransportOffer
 from kvmig.kvtransfer.transports import ucx
 from kvmig.kvtransfer.transports.base import (
     AnnounceChunk,
@@ -263,9 +263,9 @@ class NixlStaging(StagingPool):
         self.check(slot)
         return self.agent.memory.view(slot * self.slot_bytes, self.slot_bytes)
 
-    def offer(self) -> Offer:
+    def offer(self) -> TransportOffer:
         """How many buffers the destination needs for it."""
-        return Offer(NAME, RdmaOffer(self.slots, self.slot_bytes, gpus=True).token())
+        return TransportOffer(NAME, RdmaOffer(self.slots, self.slot_bytes, gpus=True).token())
 
     def _connect(self, token: str) -> TransportChannel:
         try:
@@ -347,7 +347,7 @@ class NixlInbox(TransportInbox):
     transport = NAME
     stale = False
 
-    def __init__(self, offer: Offer, gpu: int | None = None) -> None:
+    def __init__(self, offer: TransportOffer, gpu: int | None = None) -> None:
         """gpu: that the KV cache is on. Raises TransportError if NIXL can't be had."""
         self._shape = shape = RdmaOffer.from_offer(offer)
         wanted = gpu if shape.gpus else None

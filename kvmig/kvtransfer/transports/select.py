@@ -13,7 +13,7 @@ from kvmig.core.config import BY_NAME, IN_THE_CLEAR, MigrationConfig, Transport
 from kvmig.core.errors import KernelUnavailable, TransportError
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.pinned import pins_read_only
-from kvmig.kvtransfer.messages import Offer
+from kvmig.kvtransfer.messages import TransportOffer
 from kvmig.kvtransfer.transports import cuda_ipc, nccl, nixl, shm, tcp
 from kvmig.kvtransfer.transports.base import KEPT, StagingPool, TransportInbox
 from kvmig.rpc.codec import RefusalCounter
@@ -80,7 +80,7 @@ def site_of(
     return TransportSite(trusted=config.trust_network, refusals=refusals, gpu=gpu, host=host)
 
 
-_INBOXES: Mapping[str, Callable[[Offer, TransportSite], TransportInbox]] = {
+_INBOXES: Mapping[str, Callable[[TransportOffer, TransportSite], TransportInbox]] = {
     shm.NAME: lambda offer, site: shm.ShmInbox(offer, site.folder, site.pins_only_writable),
     tcp.NAME: lambda offer, site: tcp.open_inbox(offer, site.host, site.refusals),
     nixl.NAME: lambda offer, site: nixl.NixlInbox(offer, site.gpu),
@@ -132,7 +132,7 @@ def open_staging(
 
 
 def open_offer(
-    offers: Sequence[Offer], allowed: Transport = "auto", site: TransportSite = HERE
+    offers: Sequence[TransportOffer], allowed: Transport = "auto", site: TransportSite = HERE
 ) -> TransportInbox:
     """Open the first offer that works here. May block for some tenths of a second.
 
@@ -166,14 +166,16 @@ class InboxCache:
         self._allowed = allowed
         self._site = site
         self._ready = ready
-        self._open: OrderedDict[tuple[Offer, ...], asyncio.Future[TransportInbox]] = OrderedDict()
+        self._open: OrderedDict[tuple[TransportOffer, ...], asyncio.Future[TransportInbox]] = (
+            OrderedDict()
+        )
         self._looking: asyncio.TimerHandle | None = None
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._open)
 
-    async def open(self, offers: Sequence[Offer]) -> TransportInbox:
+    async def open(self, offers: Sequence[TransportOffer]) -> TransportInbox:
         """The inbox for these offers. Raises TransportError if none works."""
         if self._closed:
             raise TransportError("this instance stops")
@@ -196,7 +198,7 @@ class InboxCache:
         while self._open:
             _discard(self._open.popitem()[1])
 
-    async def _open_one(self, offers: Sequence[Offer]) -> TransportInbox:
+    async def _open_one(self, offers: Sequence[TransportOffer]) -> TransportInbox:
         # In a thread: libraries take their time.
         inbox = await asyncio.to_thread(open_offer, offers, self._allowed, self._site)
         memory = inbox.memory

@@ -20,7 +20,7 @@ import secrets
 from pathlib import Path
 
 from kvmig.core.errors import TransportError
-from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.messages import Chunk, TransportOffer
 from kvmig.kvtransfer.transports.base import (
     AnnounceChunk,
     BufferShape,
@@ -74,9 +74,9 @@ class ShmStaging(HostStaging):
         self._token = ShmToken(slots, slot_bytes, self._path.name, nonce.hex())
         super().__init__(memory, slots, slot_bytes, mmap.PAGESIZE)
 
-    def offer(self) -> Offer:
+    def offer(self) -> TransportOffer:
         """The file's name and nonce."""
-        return Offer(NAME, self._token.token())
+        return TransportOffer(NAME, self._token.token())
 
     def _connect(self, token: str) -> TransportChannel:
         return ShmChannel(self)
@@ -103,7 +103,9 @@ class ShmInbox(TransportInbox):
 
     transport = NAME
 
-    def __init__(self, offer: Offer, folder: Path = FOLDER, writable: bool = False) -> None:
+    def __init__(
+        self, offer: TransportOffer, folder: Path = FOLDER, writable: bool = False
+    ) -> None:
         """writable: how to map it, though nothing here writes. Raises TransportError if this
         process can't see the source's memory."""
         self._token = ShmToken.from_offer(offer)

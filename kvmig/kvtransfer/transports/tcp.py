@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import msgspec
 
 from kvmig.core.errors import PeerError, TransportError
-from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
+from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, TransportOffer
 from kvmig.kvtransfer.transports.base import (
     AnnounceChunk,
     BufferShape,
@@ -51,9 +51,9 @@ class TcpStaging(HostStaging):
         """lanes: whether to offer to send on lanes."""
         super().__init__(mmap.mmap(-1, slots * slot_bytes), slots, slot_bytes)
         shape = LaneOffer(slots, slot_bytes, secrets.token_hex(8))
-        self._offer = Offer(NAME, shape.token() if lanes else "")
+        self._offer = TransportOffer(NAME, shape.token() if lanes else "")
 
-    def offer(self) -> Offer:
+    def offer(self) -> TransportOffer:
         """How many buffers a lane needs there; nothing without lanes, for a peer that received the
         offer has the socket."""
         return self._offer
@@ -162,7 +162,7 @@ class TcpInbox(TransportInbox):
 class LaneInbox(TcpInbox):
     """Buffers like the source's, which its lane fills; takes bytes from messages as well."""
 
-    def __init__(self, offer: Offer, host: str, refusals: RefusalCounter) -> None:
+    def __init__(self, offer: TransportOffer, host: str, refusals: RefusalCounter) -> None:
         """host: address to listen on. Raises TransportError."""
         self._shape = shape = LaneOffer.from_offer(offer)
         self._memory = mmap.mmap(-1, shape.slots * shape.slot_bytes)
@@ -195,7 +195,7 @@ class LaneInbox(TcpInbox):
         unmap(self._memory)
 
 
-def open_inbox(offer: Offer, host: str | None, refusals: RefusalCounter) -> TransportInbox:
+def open_inbox(offer: TransportOffer, host: str | None, refusals: RefusalCounter) -> TransportInbox:
     """An inbox for the offer: with a lane where both ends want one. Raises TransportError."""
     if not offer.token or host is None:
         return TcpInbox()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvmig.core.layout import Region
+from kvmig.core.layout import BlockRegion
 from kvmig.engines.backing import VmmBacking
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.vmm import AddressRange
@@ -51,7 +51,9 @@ def test_a_graph_that_was_captured_at_the_start_computes_in_pages_that_have_come
     torch.cuda.synchronize()
     addresses.drop(addresses.pages)
     layer = BLOCKS * page
-    regions = [Region(addresses.address + index * layer, page, page) for index in range(LAYERS)]
+    regions = [
+        BlockRegion(addresses.address + index * layer, page, page) for index in range(LAYERS)
+    ]
     backing = VmmBacking(addresses, regions, BLOCKS)
     for _ in range(3):
         backing.take_pages([2])

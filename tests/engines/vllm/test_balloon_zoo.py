@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvmig.engines.base import Sharing
+from kvmig.engines.base import CacheSharing
 from tests.engines.vllm.test_vllm_park import resident
 from tests.support.balloons import resize
 from tests.support.vllm_pair import PROMPT, SAMPLING, Engines, assert_same
@@ -20,7 +20,7 @@ FLAGS = ("--max-num-seqs=8", "--num-gpu-blocks-override=128", AS_SERVED)
 LONG = [40 + number * number % 97 for number in range(200)]
 
 
-def sharing(side: Side) -> Sharing:
+def sharing(side: Side) -> CacheSharing:
     found = side.engine.sharing
     assert not isinstance(found, str)
     return found

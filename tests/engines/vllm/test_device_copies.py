@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 from kvmig.engines import device_copies
 from kvmig.engines.base import device_ms_of
 from kvmig.engines.block_copies import BlockPlan, HostCopies
@@ -199,7 +199,7 @@ def test_blocks_may_lie_across_pieces_of_physical_memory(world: World) -> None:
     data = np.random.default_rng(5).integers(0, 256, 2 * HANDLE_BYTES, np.uint8).tobytes()
     with segment(gpu, 2) as address:
         gpu.write(address, data)
-        regions = (Region(address, run, run),)
+        regions = (BlockRegion(address, run, run),)
         blocks = 2 * HANDLE_BYTES // run
         plan = BlockPlan(KVLayout(regions, blocks, 16))
         copies = DeviceCopies(plan, gpu, world.kernels, False)

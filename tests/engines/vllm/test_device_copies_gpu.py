@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from kvmig.core.layout import KVLayout, Region
+from kvmig.core.layout import BlockRegion, KVLayout
 from kvmig.engines.block_copies import BlockPlan
 from kvmig.engines.device_copies import DeviceCopies, load
 from kvmig.kernels import ipc
@@ -40,7 +40,7 @@ def cache(fill: int | None = None) -> tuple[torch.Tensor, DeviceCopies]:
         memory.fill_(fill)
     torch.cuda.synchronize()
     layer = BLOCKS * RUN
-    regions = (Region(memory.data_ptr() + index * layer, RUN, RUN) for index in range(LAYERS))
+    regions = (BlockRegion(memory.data_ptr() + index * layer, RUN, RUN) for index in range(LAYERS))
     return memory, load(BlockPlan(KVLayout(tuple(regions), BLOCKS, 16)), 0, steps_overlap=True)
 
 
@@ -112,7 +112,7 @@ def test_what_another_process_has_allocated_is_copied_here() -> None:
     assert pipe.poll(60)
     driver, exported = CudaDriver(0), pipe.recv()
     address = ipc.open_allocation(driver, exported)
-    regions = (Region(address, RUN, RUN),)
+    regions = (BlockRegion(address, RUN, RUN),)
     copies = load(BlockPlan(KVLayout(regions, LAYERS, 16)), 0, steps_overlap=True)
     out = memoryview(bytearray(SIZE))
     copies.gather(range(LAYERS), out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmig.core.errors import RequestGone
-from kvmig.engines.base import Preempted
+from kvmig.engines.base import PreemptionCount
 from tests.support.vllm_pair import SEEDED, Pair
 from tests.support.vllm_side import BY_PRIORITY, Configuration, Output, Side
 
@@ -22,7 +22,7 @@ def configurations() -> tuple[Configuration, Configuration]:
     return BY_PRIORITY, BY_PRIORITY
 
 
-def preempted(side: Side) -> dict[int, Preempted]:
+def preempted(side: Side) -> dict[int, PreemptionCount]:
     """Counts by priority until now."""
     side.look_at_load()
     return {one.priority: one for one in side.engine.load().preempted}
@@ -30,7 +30,7 @@ def preempted(side: Side) -> dict[int, Preempted]:
 
 async def until_preempted(pair: Pair, side: Side, priority: int) -> None:
     """Step that side until a request of this priority was preempted there."""
-    before = preempted(side).get(priority, Preempted(priority, 0, 0))
+    before = preempted(side).get(priority, PreemptionCount(priority, 0, 0))
     for _ in range(300):
         side.step()
         await pair.settle()

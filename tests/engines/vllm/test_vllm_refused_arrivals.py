@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
 from kvmig.core.errors import MigrationRefused
-from kvmig.engines.base import Export
+from kvmig.engines.base import RequestExport
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.migration import (
     VllmDestination,
@@ -87,7 +87,7 @@ def test_what_was_never_reserved_is_not_grown_or_committed() -> None:
 async def test_an_export_of_another_engine_is_refused_as_such(payload: list[bytes]) -> None:
     engine = object.__new__(ServingVllm)
     with pytest.raises(MigrationRefused, match="export of another kind") as refusal:
-        await engine.reserve(Export("r", 64, payload))
+        await engine.reserve(RequestExport("r", 64, payload))
     assert refusal.value.reason == "incompatible"
 
 

@@ -18,7 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvmig.controlplane.messages import PairedDestination, Why
 from kvmig.controlplane.victims import next_victim
 from kvmig.core.errors import MigrationRefused, UnsupportedLayout
-from kvmig.engines.base import Emitted, Frame, RequestState
+from kvmig.engines.base import EmittedTokens, Frame, RequestState
 from kvmig.engines.vllm.building import not_again
 from kvmig.engines.vllm.load import RequestHoldings
 from kvmig.engines.vllm.migration import check_movable, unmovable_engine
@@ -314,7 +314,7 @@ async def test_an_engine_whose_layout_is_refused_answers_and_says_why_nothing_mo
     def refuse(*_: object) -> None:
         raise UnsupportedLayout(LAYOUT)
 
-    def hear(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+    def hear(client: int, emitted: list[EmittedTokens], frames: list[Frame]) -> None:
         for one in engine.decode_outputs(frames):
             tokens.extend(one.token_ids)
             if one.finish_reason:

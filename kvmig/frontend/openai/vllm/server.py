@@ -49,7 +49,7 @@ from kvmig.frontend.openai.vllm.media import load_media_by
 from kvmig.frontend.openai.vllm.prompt_turns import take_turns
 from kvmig.frontend.openai.vllm.recordings import count_recordings
 from kvmig.frontend.ports import OutputBatch
-from kvmig.frontend.router import Router
+from kvmig.frontend.router import FrontendRouter
 from kvmig.frontend.stored_entries import StoredEntries
 
 EVENT_BYTES = 2_048
@@ -112,7 +112,7 @@ class VllmServer(HttpTask):
         longest = TOKEN_BYTES if tokenizer is None else 4 * tokenizer.max_chars_per_token
         return ModelReach(model.max_model_len, longest, model.is_multimodal_model)
 
-    async def make_app(self, router: Router) -> FastAPI:
+    async def make_app(self, router: FrontendRouter) -> FastAPI:
         args = self._args
         count_beams_as_one()
         make_beside_loop()
