@@ -75,8 +75,9 @@ FLAGS = (
     "--shutdown-timeout=2",
 )
 ALONE = (f"--kv-cache-memory-bytes={KV}",)
-SHARED = ("--max-model-len=4096",)
-"""The size of KV caches without and with agents."""
+SHARED = ("--max-model-len=3072",)
+"""The size of KV caches without and with agents. With agents, a unit's arena has room for the
+longest requests of three models at once: of two that stay, and of one that comes."""
 TOKENS = (100, 400)
 """Least and most of an answer."""
 QUICK_TOKENS = (50, 150)
@@ -246,6 +247,8 @@ class Site:
             row = next((row for row in await self.rows(model) if row["id"] == name), {})
             if row.get("state") == state:
                 return
+            if not row:
+                raise StreamFailed(f"the server gave instance {name} up before it was {state}")
             await asyncio.sleep(0.1)
         raise StreamFailed(f"instance {name} is never {state}")
 
