@@ -18,12 +18,7 @@ import psutil
 
 from kvmig.core.errors import StartupError
 from kvmig.process.sockets import free_port
-
-START_S = 180.0
-STOP_S = 180.0
-PATIENCE_S = 180.0
-CHECK_S = 200.0
-"""For a model to be added: the first one's engine is loaded for that."""
+from kvmig_tools.patience import SERVER_PATIENCE_S
 
 
 class FleetUp:
@@ -52,7 +47,9 @@ class FleetUp:
             verify=False,
             limits=httpx.Limits(max_keepalive_connections=0),
         )
-        self._api = httpx.Client(transport=transport, base_url="http://x", timeout=PATIENCE_S)
+        self._api = httpx.Client(
+            transport=transport, base_url="http://x", timeout=SERVER_PATIENCE_S
+        )
 
     def start(self) -> None:
         """Return once it serves; where it doesn't, nothing of it is left. Raises StartupError."""
@@ -72,7 +69,7 @@ class FleetUp:
     def says(self, sentence: str) -> None:
         """Return once the output of this start has it."""
         assert self.process is not None
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + SERVER_PATIENCE_S
         while sentence.encode() not in self.log.read_bytes()[self._said :]:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise StartupError(self.log.read_text()[-3000:])
@@ -83,7 +80,7 @@ class FleetUp:
         assert self.process is not None
         self.process.send_signal(how)
         try:
-            return self.process.wait(STOP_S)
+            return self.process.wait(SERVER_PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()  # what it has started ends with it
             self.process.wait()
@@ -120,7 +117,7 @@ class FleetUp:
         return httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
-            timeout=PATIENCE_S,
+            timeout=SERVER_PATIENCE_S,
             verify=False,  # noqa: S501 - without certificates, which take 19 ms to load: our own
         )
 
@@ -136,7 +133,7 @@ class FleetUp:
 
     def add(self, spec: Mapping[str, Any]) -> None:
         """Put a model into the catalogue."""
-        answer = self._api.post("/kvmig/v2/models", json=dict(spec), timeout=CHECK_S)
+        answer = self._api.post("/kvmig/v2/models", json=dict(spec), timeout=SERVER_PATIENCE_S)
         if answer.status_code != 201:
             raise StartupError(answer.text)
 
@@ -164,7 +161,7 @@ class FleetUp:
 
     def until(self, path: str, **wanted: Any) -> Any:
         """What the API says there once it has these values."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + SERVER_PATIENCE_S
         while True:
             found = self.get(path)
             if all(found.get(field) == value for field, value in wanted.items()):

@@ -21,9 +21,8 @@ from kvmig.process.fork_server import HANDED
 from kvmig.process.sockets import free_port
 from kvmig.process.supervisor import how_it_ended
 from kvmig_tools.nursery import ForkedServer, Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 
-START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 60.0
 KEEP_S = 1.0
 """Idle connections are used again for so long: plain vLLM closes them after 5 s."""
 
@@ -108,12 +107,12 @@ class Served:
         return subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
 
     def _wait(self, process: subprocess.Popen[bytes] | ForkedServer) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + SERVER_PATIENCE_S
         while True:
             if (code := process.poll()) is not None:
                 raise StartupError(f"the server ended ({how_it_ended(code)})\n{self._last_words()}")
             if time.monotonic() > deadline:
-                raise StartupError(f"not up in {START_TIMEOUT_S:g} s\n{self._last_words()}")
+                raise StartupError(f"not up in {SERVER_PATIENCE_S:g} s\n{self._last_words()}")
             try:
                 if self._http.get("/health", timeout=5).status_code == 200:
                     return
@@ -126,7 +125,7 @@ class Served:
         assert self.process is not None
         self.process.send_signal(how)
         try:
-            return self.process.wait(STOP_TIMEOUT_S)
+            return self.process.wait(SERVER_PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

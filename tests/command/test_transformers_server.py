@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvmig.models import BUNDLED
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.command_site import CommandSite, FollowedStream
 from tests.support.fleets import ask, counted, ended
 from tests.support.waiting import until
@@ -58,7 +59,7 @@ async def test_streams_are_whole_and_counted_and_a_kill_costs_what_came(site: Co
         (row,) = site.rows()
         cut = FollowedStream()
         task = asyncio.create_task(cut.follow(http, PATH, ask(SERVED, 3000)))
-        await until(lambda: len(cut.text) >= 50, within_s=120)
+        await until(lambda: len(cut.text) >= 50, within_s=SERVER_PATIENCE_S)
         os.kill(row["pid"], signal.SIGKILL)
         await task
         assert cut.error == "the server ended while it answered"
@@ -78,10 +79,10 @@ async def test_a_drained_one_finishes_its_stream_first(site: CommandSite) -> Non
         http.timeout = 300
         stream = FollowedStream()
         task = asyncio.create_task(stream.follow(http, PATH, ask(SERVED, 400)))
-        await until(lambda: len(stream.text) >= 10, within_s=120)
+        await until(lambda: len(stream.text) >= 10, within_s=SERVER_PATIENCE_S)
         busy = next(one for one in site.rows() if one["running"])
         assert site.ask("DELETE", f"/kvmig/v1/instances/{busy['id']}").status_code == 202
         await task
         assert stream.text == counted(400)
-        await until(lambda: len(site.rows()) == 1, within_s=60)
+        await until(lambda: len(site.rows()) == 1, within_s=SERVER_PATIENCE_S)
         assert ended(busy["pid"])

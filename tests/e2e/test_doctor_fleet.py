@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvmig.process.sockets import free_port
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fleets import ToyFleet
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
@@ -19,7 +20,11 @@ def found_by_doctor(fleet: ToyFleet, port: int) -> tuple[int, dict[str, dict[str
     """The exit code and the lines, by name."""
     command = [sys.executable, "-m", "kvmig", f"--data={fleet.folder}", "doctor", "--json"]
     ran = subprocess.run(
-        [*command, f"--port={port}"], capture_output=True, text=True, timeout=120, check=False
+        [*command, f"--port={port}"],
+        capture_output=True,
+        text=True,
+        timeout=SERVER_PATIENCE_S,
+        check=False,
     )
     assert ran.stderr == ""
     return ran.returncode, {one["name"]: one for one in json.loads(ran.stdout)}

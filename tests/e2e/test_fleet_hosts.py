@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support import postgres
 from tests.support.fleets import Streamed, ToyFleet, ask, counted, hold_streams
 from tests.support.network import Host, Network, hosts_or_skip
@@ -23,7 +24,6 @@ from tests.support.ray_nodes import QUICK_TO_NOTICE, RayHosts
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
 STREAMS, TOKENS, HELD = 12, 120, 20
-PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ async def streams(fleet: ToyFleet) -> list[Streamed]:
 
 async def all_whole(fleet: ToyFleet, started: list[Streamed]) -> None:
     fleet.hold(None)
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         for number, stream in enumerate(started):
             assert await stream.task == counted(TOKENS, 100 * number)
 
@@ -137,7 +137,7 @@ async def test_a_host_that_is_cut_off_is_fenced_when_its_network_is_back(
     await all_whole(fleet, started)
     await until_yes(lambda: len(serving(fleet)) == 2)
     network.heal()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, there, PATIENCE_S)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, there, SERVER_PATIENCE_S)
     assert not alive, "what ran there has ended"
     await all_whole(fleet, await streams(fleet))
 

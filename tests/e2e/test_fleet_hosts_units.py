@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from kvmig.models import BUNDLED
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fleets import Streamed, ToyFleet, ask, counted
 from tests.support.network import Host, Network, hosts_or_skip
 from tests.support.waiting import until_yes, wait_until
@@ -25,7 +26,6 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 MODELS = ("a", "b")
 TOKENS, BEGUN = 3000, 50
 ARENA = 512 << 20
-LOADED_S, PATIENCE_S = 300.0, 300.0
 FLAGS = ["--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model-len=4096",
          "--dtype=float32"]  # fmt: skip
 
@@ -88,7 +88,7 @@ async def begin(fleet: ToyFleet) -> list[Streamed]:
 
 
 async def all_whole(streams: list[Streamed]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         for stream, start in zip(streams, (100, 300) * len(MODELS), strict=True):
             assert await stream.task == counted(TOKENS, start)
             assert stream.error is None
@@ -101,10 +101,10 @@ async def test_a_unit_moves_between_hosts_and_starts_elsewhere_when_its_host_is_
         spec = {
             "name": name, "source": f"path:{BUNDLED}", "flags": FLAGS, "memory": 1 << 30,
             "unit": "u", "unit_memory": ARENA,
-            "instances": {"min": 1, "max": 1, "start_timeout_s": PATIENCE_S},
+            "instances": {"min": 1, "max": 1, "start_timeout_s": SERVER_PATIENCE_S},
         }  # fmt: skip
         await asyncio.to_thread(fleet.add, spec)
-    await until_yes(lambda: len(serving(fleet)) == len(MODELS), LOADED_S)
+    await until_yes(lambda: len(serving(fleet)) == len(MODELS), SERVER_PATIENCE_S)
     first, other = sorted(network.hosts[1:], key=lambda host: serving(fleet) != both_at(host))
     assert serving(fleet) == both_at(first), "a unit is on one host"
 
@@ -112,7 +112,7 @@ async def test_a_unit_moves_between_hosts_and_starts_elsewhere_when_its_host_is_
     drained = named(fleet, first)["name"]
     said = fleet.ask("POST", f"workers/{drained}/drain")
     assert said.status_code == 200, said.text
-    await until_yes(lambda: named(fleet, first)["drain"]["state"] == "drained", LOADED_S)
+    await until_yes(lambda: named(fleet, first)["drain"]["state"] == "drained", SERVER_PATIENCE_S)
     assert serving(fleet) == both_at(other)
     await all_whole(streams)
     assert fleet.ask("POST", f"workers/{drained}/uncordon").status_code == 200
@@ -121,10 +121,10 @@ async def test_a_unit_moves_between_hosts_and_starts_elsewhere_when_its_host_is_
     there = ray.processes(other)
     network.isolate(other)
     await until_yes(lambda: named(fleet, other)["state"] == "lost")
-    await until_yes(lambda: serving(fleet) == both_at(first), LOADED_S)
+    await until_yes(lambda: serving(fleet) == both_at(first), SERVER_PATIENCE_S)
     await all_whole(streams)
     network.heal()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, there, PATIENCE_S)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, there, SERVER_PATIENCE_S)
     assert not alive, "what ran there has ended"
     assert serving(fleet) == both_at(first)
     total = 2 * len(streams) * TOKENS

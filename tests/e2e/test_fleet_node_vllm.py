@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from kvmig.models import BUNDLED
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fleets import Streamed, ToyFleet, answer, ask, counted
 from tests.support.waiting import until_yes, wait_until
 
@@ -25,7 +26,6 @@ from tests.support.ray_nodes import RAYS_OWN
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
-LOADED_S, SERVES_S, PATIENCE_S = 300.0, 300.0, 300.0
 MODELS = ("a", "b")
 ARENA = 512 << 20
 FLAGS = ["--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model-len=4096",
@@ -70,7 +70,7 @@ def unit_agents(fleet: ToyFleet) -> list[psutil.Process]:
 
 async def both_answer(fleet: ToyFleet) -> None:
     async with fleet.client() as client:
-        client.timeout = SERVES_S
+        client.timeout = SERVER_PATIENCE_S
         answers = await asyncio.gather(*(answer(client, ask(name, ANSWERED)) for name in MODELS))
     assert answers == [counted(ANSWERED)] * 2
 
@@ -82,10 +82,10 @@ async def test_two_models_on_a_node_are_forked_there_and_share_the_cache_of_thei
         spec = {
             "name": name, "source": f"path:{BUNDLED}", "flags": FLAGS, "memory": 1 << 30,
             "unit": "u", "unit_memory": ARENA,
-            "instances": {"min": 0, "max": 1, "start_timeout_s": SERVES_S},
+            "instances": {"min": 0, "max": 1, "start_timeout_s": SERVER_PATIENCE_S},
         }  # fmt: skip
         await asyncio.to_thread(fleet.add, spec)
-    wait_until(lambda: forks(fleet, "left") == {"vllm": "ready"}, within_s=LOADED_S)
+    wait_until(lambda: forks(fleet, "left") == {"vllm": "ready"}, within_s=SERVER_PATIENCE_S)
     await both_answer(fleet)
     instances = [instance_of(fleet, name) for name in MODELS]
     assert all(FORK_SERVER in text_of(one.parent()) for one in instances)
@@ -128,7 +128,7 @@ async def begin(fleet: ToyFleet, asked: list[dict[str, Any]]) -> list[Streamed]:
 
 
 async def all_as_undisturbed(streams: list[Streamed]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         for body, stream in zip(bodies(), streams, strict=True):
             text = await stream.task
             assert stream.error is None
@@ -178,11 +178,13 @@ async def test_a_worker_with_a_unit_is_drained_under_streams(
     drawn = await begin(fleet, [ask(model, TOKENS, start=40, **DRAWN) for model in MODELS])
     Calls.drawn = {model: await one.task for model, one in zip(MODELS, drawn, strict=True)}
     assert Calls.drawn["a"] != counted(TOKENS, 40)
-    await until_yes(lambda: forks(fleet, "right") == {"vllm": "ready"}, LOADED_S)
+    await until_yes(lambda: forks(fleet, "right") == {"vllm": "ready"}, SERVER_PATIENCE_S)
 
     streams = await begin(fleet, bodies())
     order(fleet, "left", "drain")
-    await until_yes(lambda: workers(fleet)["left"]["drain"]["state"] == "drained", PATIENCE_S)
+    await until_yes(
+        lambda: workers(fleet)["left"]["drain"]["state"] == "drained", SERVER_PATIENCE_S
+    )
     assert not all(one.task.done() for one in streams), "they ended before they moved"
     await until_yes(lambda: serves_at(fleet, "right"))
     assert home(fleet) == "right"
@@ -198,7 +200,7 @@ async def test_a_node_with_a_unit_is_lost_under_streams(fleet: ToyFleet, nodes: 
         process.kill()
     await until_yes(lambda: workers(fleet)["right"]["state"] == "lost")
     assert not any(one.task.done() for one in streams)
-    await until_yes(lambda: serves_at(fleet, "left"), PATIENCE_S)
+    await until_yes(lambda: serves_at(fleet, "left"), SERVER_PATIENCE_S)
     assert home(fleet) == "left"
     await all_as_undisturbed(streams)
     await until_counted(fleet)

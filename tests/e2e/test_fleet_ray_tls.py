@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvmig.process.sockets import free_port
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.certificates import Authority
 from tests.support.fleets import ToyFleet, ask, counted, hold_streams
 from tests.support.waiting import until_yes, wait_until
@@ -22,7 +23,7 @@ pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from ray._private import services
 
 from tests.e2e.test_fleet_workers import order, places, workers
-from tests.support.ray_nodes import END_S, RAYS_OWN, START_S, STORE_BYTES, UP
+from tests.support.ray_nodes import END_S, RAYS_OWN, STORE_BYTES, UP
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -63,7 +64,7 @@ def address(tls: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
                 process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
             stack.callback(process.wait, END_S)
             stack.callback(process.terminate)
-            wait_until(lambda log=log: UP in log.read_text(), within_s=START_S)  # type: ignore[misc]
+            wait_until(lambda log=log: UP in log.read_text(), within_s=SERVER_PATIENCE_S)  # type: ignore[misc]
         yield f"{own}:{port}"
 
 
@@ -94,7 +95,7 @@ def test_who_has_no_certificate_is_refused_before_anything_starts(
     command = [sys.executable, "-m", "kvmig", f"--data={tmp_path / 'data'}", "up", "--ray", address]
     plain = {name: value for name, value in os.environ.items() if name not in tls}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=plain
+        command, capture_output=True, text=True, timeout=SERVER_PATIENCE_S, check=False, env=plain
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"kvmig: --ray is {address}")

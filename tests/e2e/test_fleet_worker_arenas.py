@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvmig.models import BUNDLED
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fleets import Streamed, ToyFleet, ask, counted
 from tests.support.waiting import until_yes
 
@@ -23,7 +24,6 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 
 MIB = 1 << 20
 TOKENS, BEGUN = 2000, 30
-LOADED_S, PATIENCE_S = 300.0, 300.0
 FLAGS = ["--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model-len=4096",
          "--dtype=float32"]  # fmt: skip
 
@@ -63,13 +63,13 @@ async def test_models_share_kv_cache_on_workers_and_move_between_units_under_str
     for name in "ab":
         spec = {
             "name": name, "source": f"path:{BUNDLED}", "flags": FLAGS, "memory": 1 << 30,
-            "instances": {"min": 0, "max": 2, "start_timeout_s": PATIENCE_S},
+            "instances": {"min": 0, "max": 2, "start_timeout_s": SERVER_PATIENCE_S},
         }  # fmt: skip
         await asyncio.to_thread(fleet.add, spec)
     said = fleet.ask("PUT", "placement", body(left="a b", right=""))
     assert said.status_code == 200, said.text
     assert said.json()["plan"] == ["a, b start in their units, once they are on"]
-    await until_yes(lambda: reached(fleet), LOADED_S)
+    await until_yes(lambda: reached(fleet), SERVER_PATIENCE_S)
     assert places(fleet) == {"a": {"left"}, "b": {"left"}}
     units = {one["name"]: one for one in fleet.get("status")["units"]}
     assert units["of-left"]["leased_bytes"].keys() == {"a", "b"}
@@ -79,7 +79,7 @@ async def test_models_share_kv_cache_on_workers_and_move_between_units_under_str
         await one.reach(BEGUN)
     said = fleet.ask("PUT", "placement", body(left="a", right="b"))
     assert said.status_code == 200, said.text
-    await until_yes(lambda: reached(fleet), LOADED_S)
+    await until_yes(lambda: reached(fleet), SERVER_PATIENCE_S)
     assert places(fleet) == {"a": {"left"}, "b": {"right"}}
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         assert [await one.task for one in streams] == [counted(TOKENS, 100)] * 2

@@ -19,6 +19,7 @@ import pytest
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.cluster_watch import check_cluster
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fleets import Streamed, ToyFleet, ask, counted, hold_streams, kill
 from tests.support.waiting import until_yes, wait_until
 
@@ -33,7 +34,6 @@ NAMES = ("left", "middle", "right")
 STREAMS = 40
 TOKENS = 120
 HELD = 20
-PATIENCE_S = 120.0
 
 
 class NamedNodes:
@@ -118,7 +118,7 @@ async def forty(fleet: ToyFleet) -> list[Streamed]:
 
 
 async def all_whole(streams: list[Streamed]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         for number, stream in enumerate(streams):
             assert await stream.task == counted(TOKENS, 100 * number)
 
@@ -136,7 +136,9 @@ def test_an_address_without_a_cluster_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=sentence):
         check_cluster(address)
     command = [sys.executable, "-m", "kvmig", f"--data={tmp_path / 'data'}", "up", "--ray", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=SERVER_PATIENCE_S, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"kvmig: {sentence}")
     assert not (tmp_path / "data").exists()
@@ -208,7 +210,7 @@ async def test_a_node_that_was_cut_off_is_fenced_when_it_comes_back(
     await until_yes(lambda: len(set(places(spread)) - {lost}) == 2)
     for process in stopped:
         os.kill(process.pid, signal.SIGCONT)
-    _, alive = await asyncio.to_thread(psutil.wait_procs, stopped, PATIENCE_S)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, stopped, SERVER_PATIENCE_S)
     assert not alive, "what ran there has ended"
     streams = await forty(spread)
     spread.hold(None)

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from huggingface_hub import constants, snapshot_download
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fleets import PATH, ToyFleet, ask, counted
 from tests.support.mirrors import MirrorProcess
 from tests.support.model_hub import ModelHub, small_model
@@ -116,7 +117,7 @@ def test_hf_download_a_plain_client_and_a_fleet_use_the_mirrors_of_their_hosts_b
             wait_until(lambda: fleet.get("models/plain")["files"]["state"] == "whole")
             assert [one.wait(120) for one in clients] == [0, 0]
             answer = httpx.post(
-                f"{fleet.url}{PATH}", json=ask("plain", 5), timeout=60,
+                f"{fleet.url}{PATH}", json=ask("plain", 5), timeout=SERVER_PATIENCE_S,
                 headers={"authorization": f"Bearer {fleet.key}"},
             )  # fmt: skip
             assert answer.json()["choices"][0]["text"] == counted(5)

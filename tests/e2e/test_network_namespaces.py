@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.support.leaks import assert_server_is_empty
@@ -38,7 +39,6 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 PATH = "/v1/completions"
 DELAY_S = 0.02
 """One way."""
-PATIENCE_S = 180.0
 LONG_PROMPT = " ".join(f"{n:04d}" for n in range(1200, 2000))
 SLOWLY = ("--max-bandwidth=5", "--chunk-bytes=65536")
 """The long prompt's KV cache takes seconds, so that a test can come in between."""
@@ -146,7 +146,7 @@ async def test_an_unreachable_instances_stream_goes_on_elsewhere_and_it_comes_ba
 
 async def until_one_moves(served: Served) -> None:
     """Both ends first have to notice that their old connection is dead: longer than a stream."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         state = ""
         while state != "committed":
             stream = Stream(served, PATH, count_from(40, 1500))

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from kvmig.engines.toy.script import ScriptFile, ToyScript
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from scripts.monitoring.panels import BOARDS
 from scripts.monitoring.rules import AlertTimes, recorded_rules, rules_of
 from tests.support.fake_devices import GIB, FakeMachine, devices
@@ -95,7 +96,7 @@ def key_of(fleet: ToyFleet, user: str, **limits: Any) -> str:
 
 def call(fleet: ToyFleet, body: dict[str, Any], key: str = "") -> httpx.Response:
     headers = {"authorization": f"Bearer {key or fleet.key}"}
-    return httpx.post(f"{fleet.url}{PATH}", json=body, headers=headers, timeout=60)
+    return httpx.post(f"{fleet.url}{PATH}", json=body, headers=headers, timeout=SERVER_PATIENCE_S)
 
 
 def move_all(fleet: ToyFleet) -> None:

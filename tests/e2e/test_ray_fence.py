@@ -17,13 +17,13 @@ from kvmig.launcher.node_reports import NodeReport, UnitReport
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from ray.cluster_utils import Cluster
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.ray_nodes import RAYS_OWN, STORE_BYTES
 from tests.support.servers_watch import ServersWatch
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
 ROOT = str(Path(__file__).parents[2])
-PATIENCE_S = 120.0
 FLEET = "f" * 32
 UNIT = WantedUnit(path="/run/unit-u.sock", memory=1 << 20)
 
@@ -124,4 +124,4 @@ def test_a_unit_that_is_wanted_no_more_ends_with_the_server_that_wished_it(
 ) -> None:
     (agent,) = unit_agents(later.next_report())
     later.close()
-    agent.wait(PATIENCE_S)
+    agent.wait(SERVER_PATIENCE_S)

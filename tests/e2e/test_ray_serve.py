@@ -18,6 +18,7 @@ import pytest
 from kvmig.core.config import RayConfig
 from kvmig.core.errors import ConfigError
 from kvmig.launcher import ray_cluster, ray_launcher
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.support.leaks import assert_server_is_empty
@@ -42,7 +43,6 @@ from tests.support.waiting import until_yes
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
 PATH = "/v1/completions"
-PATIENCE_S = 120.0
 STORE_BYTES = 80_000_000
 QUICK_TO_NOTICE = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 """By Ray, that a node is gone."""
@@ -183,7 +183,7 @@ async def test_a_killed_server_leaves_nothing_on_the_nodes(cluster: Cluster, spr
     assert spread.process is not None
     spread.process.send_signal(signal.SIGKILL)
 
-    _, alive = await asyncio.to_thread(psutil.wait_procs, running, PATIENCE_S)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, running, SERVER_PATIENCE_S)
 
     assert not alive
     assert not [path for path in shared if path.exists()], "they were not killed, but ended"

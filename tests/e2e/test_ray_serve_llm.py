@@ -14,6 +14,7 @@ import pytest
 
 from kvmig.models import BUNDLED
 from kvmig.process.sockets import free_port
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.plugin_entry import entry_point
 from tests.support.joined import CommonScheduler, common_scheduler
 from tests.support.plugin_server import ROOT
@@ -38,7 +39,6 @@ ENGINE = {
     "enforce_eager": True, "block_size": 32, "max_model_len": 1216, "max_num_seqs": 4,
     "num_gpu_blocks_override": 64, "dtype": "float32",
 }  # fmt: skip
-START_S = 300.0
 
 
 class Deployment(NamedTuple):
@@ -88,7 +88,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
                 runtime_env={"env_vars": environment_of(scheduler, entry)},
             )
             serve.run(build_openai_app({"llm_configs": [config]}), blocking=False)
-            wait_until(lambda: len(servers()) == 2, START_S)
+            wait_until(lambda: len(servers()) == 2, SERVER_PATIENCE_S)
             one, two = servers()
             yield Deployment(Door(f"http://127.0.0.1:{port}", MODEL, "none"), (one, two))
         finally:
@@ -98,7 +98,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 def known(server: str) -> int:
     """The number of instances that it knows."""
-    return len(httpx.get(f"{server}/kvmig/v1/instances", timeout=60).json()["data"])
+    return len(httpx.get(f"{server}/kvmig/v1/instances", timeout=SERVER_PATIENCE_S).json()["data"])
 
 
 async def rows(http: httpx.AsyncClient, server: str, what: str) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ async def test_a_stream_moved_to_the_other_replica_and_back_equals_one_that_stay
     deployed: Deployment,
 ) -> None:
     body = count_from(17, 600, temperature=1.0, seed=5, logprobs=2)
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S) as http:
         await until_yes(lambda: [known(one) for one in deployed.servers] == [2, 2])
         unmoved = await run_unmoved(deployed.door, PATH, body)
         stream = Stream(deployed.door, PATH, body)
@@ -139,7 +139,7 @@ async def moved(http: httpx.AsyncClient, deployed: Deployment) -> str:
 async def test_a_call_that_the_server_refuses_is_refused_by_the_deployment(
     deployed: Deployment,
 ) -> None:
-    async with httpx.AsyncClient(base_url=deployed.door.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=deployed.door.url, timeout=SERVER_PATIENCE_S) as http:
         call = {"model": MODEL, "prompt": "Count", "max_tokens": 100_000}
         answer = await http.post(PATH, json=call)
 

@@ -18,13 +18,13 @@ from kvmig.launcher.node_reports import NodeReport, UnitReport
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from ray.cluster_utils import Cluster
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fake_devices import GIB, FakeMachine, devices
 from tests.support.ray_nodes import RAYS_OWN, STORE_BYTES
 from tests.support.servers_watch import ROOT, ServersWatch
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
-PATIENCE_S = 120.0
 PATH = "/run/unit-gpu.sock"
 LEASE_S = 10.0
 TAKE = """
@@ -124,7 +124,7 @@ def test_a_gpu_goes_back_by_itself_once_nobody_asks_for_it_any_more(
     node = cluster.head_node.node_id
     subprocess.run(
         [sys.executable, "-c", TAKE, cluster.address, node, str(LEASE_S)],
-        check=True, timeout=PATIENCE_S, env={**os.environ, "PYTHONPATH": ROOT},
+        check=True, timeout=SERVER_PATIENCE_S, env={**os.environ, "PYTHONPATH": ROOT},
     )  # fmt: skip
     later.until(lambda node: node.free.get("GPU") == 1.0)
     later.until(lambda node: node.free.get("GPU") == 2.0)

@@ -22,12 +22,12 @@ from kvmig.engines.toy.script import ScriptFile, ToyScript
 from kvmig.models import BUNDLED
 from kvmig.process.sockets import free_port
 from kvmig_tools.nursery import ForkedServer, Nursery, forked_for
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.leaks import orphans
 
 pytestmark = pytest.mark.server
 
 MODEL = str(BUNDLED)
-TIMEOUT_S = 180.0
 QUICK = ("--enforce-eager", "--max-num-seqs=4", "--num-gpu-blocks-override=300")
 TOY = ("toy", "--engine=toy")
 MARK = "KVMIG_TEST_RUN"
@@ -198,7 +198,7 @@ class Start:
 
     def child(self, instance: int) -> psutil.Process:
         """A llumlet, as soon as it is there."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + SERVER_PATIENCE_S
         while True:
             found = [
                 one
@@ -213,7 +213,7 @@ class Start:
 
     def end(self) -> tuple[int, list[str]]:
         """Exit code and what kvmig itself said; nothing is left."""
-        _, said = self.process.communicate(timeout=TIMEOUT_S)
+        _, said = self.process.communicate(timeout=SERVER_PATIENCE_S)
         assert self.running() == []
         assert orphans() <= self._orphans
         with socket.socket() as probe:
@@ -231,7 +231,7 @@ def test_bad_input_is_answered_with_one_sentence(
 ) -> None:
     log = tmp_path / "log"
     with log.open("wb") as output:
-        code = ForkedServer(argv, nursery.environment, output.fileno()).wait(TIMEOUT_S)
+        code = ForkedServer(argv, nursery.environment, output.fileno()).wait(SERVER_PATIENCE_S)
 
     assert code == 2
     assert "Traceback" not in log.read_text()
@@ -244,7 +244,7 @@ def test_bad_input_is_answered_with_one_sentence(
 def test_help_shows_our_flags_by_group() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "kvmig.serve", "--help"],
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+        capture_output=True, text=True, timeout=SERVER_PATIENCE_S, check=True,
     ).stdout  # fmt: skip
 
     for group in ("cluster:", "scheduler:", "migration:"):
@@ -258,7 +258,7 @@ def test_a_port_in_use_is_named() -> None:
         port = other.getsockname()[1]
         done = subprocess.run(
             [sys.executable, "-m", "kvmig.serve", *TOY, "--port", str(port)],
-            capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+            capture_output=True, text=True, timeout=SERVER_PATIENCE_S, check=False,
         )  # fmt: skip
 
     assert done.returncode == 2
@@ -284,7 +284,7 @@ def test_a_model_that_does_not_load_ends_the_start(nursery: Nursery, tmp_path: P
     with log.open("wb") as output:
         start = ForkedServer(flags, nursery.environment, output.fileno())
     instances: set[int] = set()
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while (code := start.poll()) is None:
         assert time.monotonic() < deadline, log.read_text()
         found = forked_for(start.pid)  # whatever vLLM starts there has the same stdin

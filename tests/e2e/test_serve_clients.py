@@ -18,6 +18,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.support.streams import ask, count_from, other, run_moved
 
@@ -46,7 +47,9 @@ async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
 @pytest.fixture(scope="module", autouse=True)
 def idle(two_instances: Served) -> Iterator[tuple[http.client.HTTPConnection, float]]:
     """A connection that was used once, before the tests of this file; and when."""
-    connection = http.client.HTTPConnection("127.0.0.1", two_instances.port, timeout=60)
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", two_instances.port, timeout=SERVER_PATIENCE_S
+    )
     with contextlib.closing(connection):
         connection.connect()
         connection.auto_open = 0  # no other one in its place
@@ -234,7 +237,9 @@ async def test_vllms_bench_serve_fails_no_request_while_they_move(
     "path", ["/health", "/live", "/v1/models", "/version", "/ping", "/openapi.json"]
 )
 async def test_vllms_routes_are_there(served: Served, path: str) -> None:
-    answer = await asyncio.to_thread(httpx.get, f"{served.url}{path}", verify=False, timeout=60)
+    answer = await asyncio.to_thread(
+        httpx.get, f"{served.url}{path}", verify=False, timeout=SERVER_PATIENCE_S
+    )
 
     assert answer.status_code == 200
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
 FLAGS = [*(one for one in SMALL if one != "--enforce-eager"), "--shutdown-timeout=2"]
-COMPILE_S = 240.0
 
 
 def compiled(served: Served, number: int) -> dict[str, str]:
     """Where each instance's compiled code came from, once so many serve."""
-    deadline = time.monotonic() + COMPILE_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while True:
         rows = [one for one in served.get("instances") if one["state"] == "serving"]
         if len(rows) == number:
@@ -35,7 +35,7 @@ def test_of_instances_that_start_at_once_one_compiles_and_every_later_one_finds_
     with Served([*FLAGS, "--instances=2"], environment=environment, log=log) as served:
         assert sorted(compiled(served, 2).values()) == ["found", "made"]
         url = f"{served.url}/kvmig/v1/instances"
-        httpx.post(url, json={"count": 1}, timeout=COMPILE_S).raise_for_status()
+        httpx.post(url, json={"count": 1}, timeout=SERVER_PATIENCE_S).raise_for_status()
         assert compiled(served, 3)["i2"] == "found"
     again = {**environment, "OMP_NUM_THREADS": "1"}
     with Served([*FLAGS, "--instances=1"], environment=again, log=log) as served:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.leaks import Footprint, assert_server_is_empty
 from tests.support.retries import EndedEarly
 from tests.support.streams import (
@@ -106,7 +107,9 @@ async def moved_at_once(toys: Toys, rows: list[dict[str, Any]]) -> list[dict[str
             sent.append(event)
 
     process = Footprint.of(toys).llumlets()["i0"]
-    async with httpx.AsyncClient(base_url=toys.url, timeout=120, verify=False) as client:
+    async with httpx.AsyncClient(
+        base_url=toys.url, timeout=SERVER_PATIENCE_S, verify=False
+    ) as client:
         process.suspend()
         try:
             asked = [

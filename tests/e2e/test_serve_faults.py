@@ -19,6 +19,7 @@ from bench.chaos.cast import sever
 from bench.chaos.clients import Client, Ledger, keep_asking
 from bench.chaos.mover import Mover
 from kvmig.engines.toy.script import ToyScript
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.support.leaks import Footprint, assert_server_is_empty
@@ -38,7 +39,6 @@ from tests.support.waiting import until, until_yes
 pytestmark = [pytest.mark.server, pytest.mark.alone]
 
 PATH = "/v1/completions"
-PATIENCE_S = 180.0
 TOKENS = 60
 HELD = 20
 """Where streams wait for the test."""
@@ -61,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
 @pytest.fixture
 def llumlets(server: Toys) -> dict[str, psutil.Process]:
     """By instance, once all are there."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while True:
         found = Footprint.of(server).llumlets()
         # One may end or start again after the test before.

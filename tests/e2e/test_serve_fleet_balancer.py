@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from kvmig.process.sockets import free_port
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.e2e.test_serve_fleet_quotas import new_key
 from tests.e2e.test_serve_fleet_standby import two_hosts, until_counted
 from tests.support import postgres
@@ -68,7 +69,7 @@ class Balancer:
 
     def client(self, key: str) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=SERVER_PATIENCE_S)
 
     async def call(self, key: str, tokens: int = 20) -> int:
         """The status of one call from a connection of its own; 0: it broke off."""

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from kvmig.core.errors import StartupError
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support import postgres
 from tests.support.fleets import ToyFleet, kill
 
@@ -40,7 +41,9 @@ async def refused(fleet: ToyFleet, sentence: str) -> None:
 def kvmig(fleet: ToyFleet, *words: str) -> subprocess.CompletedProcess[str]:
     """The command, which fails by a sentence."""
     command = [sys.executable, "-m", "kvmig", f"--data={fleet.folder}", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=SERVER_PATIENCE_S
+    )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     return done
 
@@ -91,7 +94,7 @@ async def test_without_postgres_models_serve_and_the_next_server_waits_for_it(
                 assert await answered(client, "warm") == NEXT
             finally:
                 postgres_cluster.start()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(SERVER_PATIENCE_S):
                 while not fleet.listens():  # noqa: ASYNC110 - the server starts by itself
                     await asyncio.sleep(0.1)
             made = await asyncio.to_thread(fleet.ask, "POST", "users", {"name": "carl"})

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvmig.models import BUNDLED
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.e2e.test_serve_fleet_command import ledger
 from tests.support.command_site import FollowedStream
 from tests.support.fleets import ToyFleet, ask, counted, ended
@@ -58,7 +59,7 @@ def llama_of(folder: Path) -> dict[str, Any]:
         pytest.skip(f"{LLAMA} names no Python with llama-cpp-python[server] and gguf")
     file = folder / "count.gguf"
     maker = Path(__file__).parents[1] / "support" / "make_gguf.py"
-    subprocess.run([python, str(maker), str(file)], check=True, timeout=120)
+    subprocess.run([python, str(maker), str(file)], check=True, timeout=SERVER_PATIENCE_S)
     command = (
         f"{python} -m llama_cpp.server --model {{model}} --model_alias {{name}} --host 127.0.0.1"
         " --port {port} --n_ctx 4096"
@@ -136,7 +137,7 @@ async def test_plain_vllm_that_is_killed_amid_streams_costs_what_they_had(
             asyncio.create_task(one.follow(http, "/v1/completions", ask("other", 3000, 1)))
             for one in streams
         ]
-        await until(lambda: all(len(one.text) >= 50 for one in streams), within_s=120)
+        await until(lambda: all(len(one.text) >= 50 for one in streams), within_s=SERVER_PATIENCE_S)
         (row,) = fleet.instances("other")
         os.kill(row["pid"], signal.SIGKILL)
         await asyncio.gather(*tasks)

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from kvmig.asgi.route_table import CLIENT_ROUTES, ClientRoute
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL
 from tests.e2e.test_serve_fleet_quotas import new_key
 from tests.support import tiny_judges
@@ -22,7 +23,6 @@ from tests.support.fleets import ToyFleet, kill, socket_of
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
-PATIENCE_S = 180.0
 TEXT = "Count: 0017 0018"
 TEXTS = [TEXT, "Count: 0200 0201 0202", "1"]
 CHAT = [{"role": "user", "content": TEXT}]
@@ -155,7 +155,7 @@ class Ledger:
         path = await asyncio.to_thread(socket_of, self.fleet, GENERATES)
         transport = httpx.AsyncHTTPTransport(uds=path, verify=False)
         async with (
-            asyncio.timeout(PATIENCE_S),
+            asyncio.timeout(SERVER_PATIENCE_S),
             httpx.AsyncClient(transport=transport, base_url="http://x") as deployment,
         ):
             begun = 0
@@ -168,7 +168,7 @@ class Ledger:
     async def row(self, call_id: str) -> tuple[Used, str]:
         """What a call has used, and its status, once it is over."""
         wanted = "SELECT prompt, output, status FROM usage WHERE call_id = ?"
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + SERVER_PATIENCE_S
         while True:
             with contextlib.closing(sqlite3.connect(self.fleet.folder / "kvmig.sqlite")) as file:
                 rows = file.execute(wanted, (call_id,)).fetchall()

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fleets import ToyFleet, answer, ask, counted
 from tests.support.provider_site import CLIENT, provider_site
 
@@ -19,12 +20,16 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 def kvmig(fleet: ToyFleet, *words: str) -> subprocess.CompletedProcess[str]:
     """The command as on another host, without a key."""
     command = [sys.executable, "-m", "kvmig", f"--url={fleet.url}", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=SERVER_PATIENCE_S
+    )
 
 
 async def log_in_by_browser(fleet: ToyFleet) -> None:
     """To the page, and chat there."""
-    async with httpx.AsyncClient(base_url=fleet.url, follow_redirects=True, timeout=60) as browser:
+    async with httpx.AsyncClient(
+        base_url=fleet.url, follow_redirects=True, timeout=SERVER_PATIENCE_S
+    ) as browser:
         there = await browser.get("/ui/login/provider?next=/ui/playground")
         assert there.headers["refresh"] == "0; url=/ui/playground", there.text
         page = (await browser.get("/ui/playground")).text

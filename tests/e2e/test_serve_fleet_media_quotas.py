@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from kvmig.command.call_plan import MEDIA_TOKENS, TEMPLATE_TOKENS, TOKEN_BYTES
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.e2e.test_serve_fleet_quotas import new_key
 from tests.support.command_site import ToyScripts, toy_command
 from tests.support.fleets import ToyFleet
@@ -41,7 +42,7 @@ def toys(fleet: ToyFleet, tmp_path: Path) -> Iterator[ToyScripts]:
 
 
 def call(client: httpx.AsyncClient, kind: str, **more: Any) -> Any:
-    return client.post(PATHS[kind], json=BODIES[kind] | more, timeout=60)
+    return client.post(PATHS[kind], json=BODIES[kind] | more, timeout=SERVER_PATIENCE_S)
 
 
 def size_of(kind: str) -> int:

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmig.fleet.metrics import CACHE_S
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fleets import ToyFleet, answer, ask, hold_streams, kill
 from tests.support.waiting import until
 
@@ -93,7 +94,7 @@ OF_CALLS = (
 
 async def until_counted(fleet: ToyFleet, name: str, calls: float) -> None:
     """Wait until all samples of a gauge are so much together, where the fleet says it at all."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         while True:
             with contextlib.suppress(httpx.HTTPError):  # no proxy is there
                 if sum(is_ for _, is_ in (await shown(fleet)).get(name, [])) == calls:
@@ -123,11 +124,11 @@ async def test_of_a_model_that_is_removed_no_gauge_is_left(fleet: ToyFleet) -> N
     fleet.add_toy("gone")
     async with fleet.client() as client:
         await answer(client, ask("gone", 10))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         while not await gauges_of(fleet, "gone"):  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0.2)
     fleet.ask("DELETE", "models/gone")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         while await gauges_of(fleet, "gone"):  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0.2)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.e2e.test_serve_fleet_usage import used
 from tests.support.fleets import PATH, Streamed, ToyFleet, ask, counted, hold_streams, kill
 from tests.support.waiting import until
@@ -134,7 +135,7 @@ async def test_what_a_killed_front_end_was_granted_is_given_back(fleet: ToyFleet
     with contextlib.suppress(httpx.HTTPError):
         await stream.task
 
-    async with fleet.client(key) as http, asyncio.timeout(60):
+    async with fleet.client(key) as http, asyncio.timeout(SERVER_PATIENCE_S):
         while grants_of(fleet):  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0.1)
         while (answer := await http.post(PATH, json=ask("a", 250))).status_code == 503:  # noqa: ASYNC110
@@ -241,7 +242,7 @@ async def start_server_again(fleet: ToyFleet) -> None:
     killed = fleet.processes("kvmig.fleet.server")
     for pid in killed:
         kill(pid)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         while set(fleet.processes("kvmig.fleet.server")) <= set(killed):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await asyncio.to_thread(fleet.until_it_listens)

@@ -15,6 +15,7 @@ from bench.models import model_flags
 from kvmig.engines.toy.script import ScriptFile, ToyScript
 from kvmig.models import BUNDLED
 from kvmig_tools.fleet import FleetUp
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL
 from scripts.check import NEXT, ROOT
 from tests.support import count_down
@@ -74,7 +75,7 @@ async def answers(fleet: ToyFleet, count: int) -> set[str]:
 
 async def until_answers(fleet: ToyFleet, *wanted: str) -> None:
     """Until new calls are answered so: proxies learn of a step a moment later."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         found: set[str] = set()
         while found != set(wanted):
             found = await answers(fleet, 30)
@@ -179,7 +180,7 @@ async def test_streams_of_the_old_one_gather_on_one_instance(fleet: ToyFleet) ->
 
 async def until_stopped(fleet: ToyFleet, call: Callable[[], Awaitable[object]]) -> str:
     """Call, ten at a time, until the roll-out has stopped by itself; why it has."""
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         while rollout(fleet)["state"] == "running":
             await asyncio.gather(*(call() for _ in range(10)))
     found = rollout(fleet)

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fleets import PATH, ToyFleet, ask, counted, ended, kill
 from tests.support.mirrors import free_port
 from tests.support.model_hub import TOKEN, ModelHub, small_model
@@ -48,7 +49,7 @@ def kvmig(fleet: ToyFleet, *words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "kvmig", f"--data={fleet.folder}", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SERVER_PATIENCE_S,
         check=False,
         env={**os.environ, "COLUMNS": "200"},
     )
@@ -65,7 +66,7 @@ async def test_a_call_waits_for_files_hears_how_far_they_are_and_outlives_the_se
     def follow() -> None:
         headers = {"authorization": f"Bearer {fleet.key}"}
         with (
-            httpx.Client(base_url=fleet.url, headers=headers, timeout=60) as client,
+            httpx.Client(base_url=fleet.url, headers=headers, timeout=SERVER_PATIENCE_S) as client,
             client.stream("POST", PATH, json=ask("a", 20, stream=True)) as answer,
         ):
             for line in answer.iter_lines():
@@ -87,7 +88,7 @@ async def test_a_call_waits_for_files_hears_how_far_they_are_and_outlives_the_se
     await until(lambda: ended(fetcher))
     hub.faults.hold_after = None
     hub.faults.held.set()
-    await asyncio.to_thread(client.join, 60)
+    await asyncio.to_thread(client.join, SERVER_PATIENCE_S)
 
     assert "".join(texts) == counted(20)
     assert fleet.get("models/a")["files"]["state"] == "whole"
@@ -120,7 +121,7 @@ def test_a_model_that_its_hub_does_not_have_fails_with_the_hubs_reason_for_opera
     done = kvmig(fleet, "run", "Org/None", "Hello", "--engine", "toy")
     assert done.returncode == 1
     assert "has no model Org/None, or it is private and needs a token" in done.stderr
-    with httpx.Client(base_url=fleet.url, timeout=60) as client:
+    with httpx.Client(base_url=fleet.url, timeout=SERVER_PATIENCE_S) as client:
         headers = {"authorization": f"Bearer {fleet.key}"}
         answer = client.post(PATH, json=ask("none"), headers=headers)
         near = client.post(PATH, json=ask("nonne"), headers=headers)

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support import postgres
 from tests.support.fleets import Streamed, ToyFleet, answer, ask, counted, hold_streams
 
@@ -88,7 +89,7 @@ def calls(fleet: ToyFleet) -> int:
 
 
 async def until_counted(fleet: ToyFleet, wanted: int) -> Any:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         while calls(fleet) != wanted:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     return fleet.get("usage?by=model")["data"]

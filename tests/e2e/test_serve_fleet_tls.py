@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from kvmig.core.errors import StartupError
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.certificates import Authority
 from tests.support.fleets import ToyFleet, answer, ask, counted
 
@@ -21,7 +22,9 @@ EXPIRY = "kvmig_proxy_certificate_expiry_timestamp_seconds"
 
 def kvmig(fleet: ToyFleet, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvmig", f"--data={fleet.folder}", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=SERVER_PATIENCE_S
+    )
 
 
 @pytest.mark.long
@@ -32,7 +35,10 @@ async def test_a_fleet_with_a_certificate_serves_https_alone(tmp_path: Path) -> 
         fleet.add_toy("count")
         bearer = {"authorization": f"Bearer {fleet.key}"}
         async with httpx.AsyncClient(
-            base_url=fleet.url, headers=bearer, timeout=60, verify=authority.trusting()
+            base_url=fleet.url,
+            headers=bearer,
+            timeout=SERVER_PATIENCE_S,
+            verify=authority.trusting(),
         ) as client:
             assert await answer(client, ask("count", 20)) == counted(20)
             async with asyncio.timeout(30):

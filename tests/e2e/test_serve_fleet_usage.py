@@ -13,17 +13,16 @@ import pytest
 
 from bench.unwritable import full
 from kvmig.accounts.usage import UsageSpool
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fleets import PATH, ToyFleet, answer, ask, counted, hold_streams, kill
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.server
 
-PATIENCE_S = 180.0
-
 
 def used(fleet: ToyFleet, key: str, wanted: int | None = None) -> dict[str, Any]:
     """Sums of a key; wanted: once it has so much output."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while True:
         rows = fleet.get("usage?by=key")["data"]
         row = next((one for one in rows if one["key"] == key.split("-")[1]), None)
@@ -35,7 +34,7 @@ def used(fleet: ToyFleet, key: str, wanted: int | None = None) -> dict[str, Any]
 
 def next_server(fleet: ToyFleet, killed: set[int]) -> int:
     """The process of a server that isn't killed yet; it needn't serve."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while not (found := set(fleet.processes("kvmig.fleet.server")) - killed):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -176,14 +175,14 @@ async def test_calls_are_refused_while_nobody_can_keep_what_they_use(
             *fleet.processes("kvmig.frontend.process_main"),
             *fleet.processes("kvmig.fleet.server"),
         ]
-        async with full(pids), asyncio.timeout(PATIENCE_S):
+        async with full(pids), asyncio.timeout(SERVER_PATIENCE_S):
             while not answers or answers[-1].is_success:
                 answers.append(await http.post(PATH, json=ask("a", 10)))
                 await asyncio.sleep(0.25)
         refused = answers.pop()
         assert refused.status_code == 503
         assert "what calls use can't be kept" in refused.json()["error"]["message"]
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(SERVER_PATIENCE_S):
             while not (await http.post(PATH, json=ask("a", 10))).is_success:  # noqa: ASYNC110
                 await asyncio.sleep(0.25)
     output = 5 + 10 * (len(answers) + 1)

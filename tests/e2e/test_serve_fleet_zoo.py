@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.e2e.test_serve_fleet_placement import body, places
 from tests.support.fleets import PATH, ToyFleet
 from tests.support.streams import Answer, Door, Stream
@@ -25,7 +26,6 @@ FLAGS = [
 ]
 TOKENS = 2000
 """Of each stream: a placement is reached before one ends."""
-PATIENCE_S = 250.0
 
 
 def spec(name: str, folder: Path, **more: Any) -> dict[str, Any]:
@@ -34,14 +34,14 @@ def spec(name: str, folder: Path, **more: Any) -> dict[str, Any]:
 
 
 async def reached(fleet: ToyFleet) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         while (state := fleet.get("placement")["state"]) != "reached":
             assert state == "running"
             await asyncio.sleep(0.5)
 
 
 async def whole(stream: Stream) -> Answer:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         return await stream.task
 
 

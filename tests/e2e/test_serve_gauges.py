@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import Footprint
 from tests.support.streams import Stream, count_from, start_streams
@@ -22,7 +23,6 @@ from tests.support.toys import Toys
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
-PATIENCE_S = 180.0
 TOKENS, HELD = 60, 20
 OF_WORK = {f"kvmig_instance_{name}" for name in ("running", "waiting", "blocks_used")}
 REFUSED = "kvmig_messages_refused"
@@ -51,7 +51,7 @@ def gauges(text: str, **labels: str) -> dict[str, float]:
 
 async def shown(served: Toys, **labels: str) -> dict[str, float]:
     """By whichever of the front ends takes the connection."""
-    async with httpx.AsyncClient(verify=False, timeout=PATIENCE_S) as client:
+    async with httpx.AsyncClient(verify=False, timeout=SERVER_PATIENCE_S) as client:
         answer = await client.get(f"{served.url}/metrics")
     return gauges(answer.text, **labels)
 
@@ -61,7 +61,7 @@ async def until(
 ) -> None:
     """times: one after the other, so that both front ends have said so."""
     said = 0
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         while said < times:
             said = said + 1 if holds(await shown(served, **labels)) else 0
             await asyncio.sleep(0.05)

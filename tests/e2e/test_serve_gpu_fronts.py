@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.e2e.test_serve_gpu_memory import OneGpu
 from tests.e2e.test_serve_gpus import PATH, nursery_in
@@ -51,7 +52,11 @@ def test_with_stored_responses_there_is_one_front_end_which_finds_each_by_its_id
             assert front_ends(served) == 0
             assert f"one front end instead of 3: {STORE} is '1'" in served.output()
             body = {"model": served.model, "input": "Hi", "max_output_tokens": 4, "store": True}
-            made = httpx.post(f"{served.url}/v1/responses", json=body, timeout=60).json()
+            made = httpx.post(
+                f"{served.url}/v1/responses", json=body, timeout=SERVER_PATIENCE_S
+            ).json()
             for _ in range(CALLS):
-                found = httpx.get(f"{served.url}/v1/responses/{made['id']}", timeout=60)
+                found = httpx.get(
+                    f"{served.url}/v1/responses/{made['id']}", timeout=SERVER_PATIENCE_S
+                )
                 assert found.json()["id"] == made["id"]

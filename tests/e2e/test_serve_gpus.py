@@ -21,6 +21,7 @@ from bench.chaos.answers import LAST_DIGITS
 from bench.gpu import kill, serving, sharing
 from kvmig.kvtransfer import destination_machine, source_machine
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support import fake_devices, fake_gpu, gpu_nursery
@@ -54,8 +55,9 @@ FLAGS = (
 OVERLAPPING = "--async-scheduling"
 GPU_BYTES = 80 * GIB
 """Of each GPU: what a server leaves is enough for another one beside it."""
-PATIENCE_S = 180.0
 TOKENS, MOVED_AT = 400, (10, 40)
+TOKENS_OF_V2 = 120
+"""Each of these takes as long as ten of the others: Triton is interpreted."""
 
 
 def nursery_in(folder: Path, **variables: str) -> Nursery:
@@ -109,7 +111,7 @@ T = TypeVar("T")
 
 def once(look: Callable[[], T], right: Callable[[T], bool]) -> T:
     """What it finds, once that is right."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while not right(found := look()):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
@@ -141,20 +143,20 @@ def server(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield made
 
 
-def body(number: int) -> dict[str, Any]:
+def body(number: int, tokens: int = TOKENS) -> dict[str, Any]:
     """A completion of several blocks from the start."""
     prompt = " ".join(f"{one:04d}" for one in range(number, number + 30))
-    return count_from(number, TOKENS, prompt=f"Count: {prompt}", logprobs=1)
+    return count_from(number, tokens, prompt=f"Count: {prompt}", logprobs=1)
 
 
-async def moves_exactly(at: Machine, transport: str) -> None:
-    moved, reports = await run_moved(at.served, PATH, body(100), MOVED_AT)
+async def moves_exactly(at: Machine, transport: str, tokens: int = TOKENS) -> None:
+    moved, reports = await run_moved(at.served, PATH, body(100, tokens), MOVED_AT)
     assert [(one["state"], one["transport"]) for one in reports] == [("committed", transport)] * 2
     assert sum(stage["blocks"] for stage in reports[0]["stages"]) >= 4
     for parts in (stage["parts"] for stage in reports[0]["stages"]):
         assert 0 < parts["gather_device"] <= parts["gather"]
         assert 0 < parts["scatter_device"] <= parts["scatter"]
-    moved.same_as(await run_unmoved(at.served, PATH, body(100)))
+    moved.same_as(await run_unmoved(at.served, PATH, body(100, tokens)))
     await asyncio.to_thread(assert_server_is_empty, at.served)
 
 
@@ -260,7 +262,7 @@ async def test_a_parked_server_gives_its_gpus_memory_back_and_then_answers_and_m
         awake = [gpus.taken(one.pid) for one in at.processes()]
 
         def order(what: str) -> httpx.Response:
-            return httpx.post(f"{at.served.url}/kvmig/v1/{what}", timeout=PATIENCE_S)
+            return httpx.post(f"{at.served.url}/kvmig/v1/{what}", timeout=SERVER_PATIENCE_S)
 
         assert (await asyncio.to_thread(order, "park")).status_code == 200
         asleep = [gpus.taken(one.pid) for one in at.processes()]
@@ -352,4 +354,4 @@ async def test_requests_move_as_exactly_on_model_runner_v2(
         machine(nursery, tmp_path, *flags) as at,
     ):
         are(at, "V2", OVERLAPPING in flags)
-        await moves_exactly(at, "cuda-ipc")
+        await moves_exactly(at, "cuda-ipc", TOKENS_OF_V2)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.e2e.test_serve_gauges import gauges
 from tests.support.leaks import Footprint, assert_server_is_empty
@@ -19,7 +20,6 @@ from tests.support.toys import Toys
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
-PATIENCE_S = 120.0
 FLAGS = ("--instances=1", "--shutdown-timeout=2")
 RUNNING = {"kvmig_instance_running", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
 
@@ -66,8 +66,8 @@ async def test_health_is_ready_exactly_while_calls_are_answered(served: Served) 
     llumlet.kill()
     seen: list[Seen] = []
     async with (
-        asyncio.timeout(PATIENCE_S),
-        httpx.AsyncClient(base_url=served.url, verify=False, timeout=PATIENCE_S) as client,
+        asyncio.timeout(SERVER_PATIENCE_S),
+        httpx.AsyncClient(base_url=served.url, verify=False, timeout=SERVER_PATIENCE_S) as client,
     ):
         # A call that comes before the front end knows is answered by the next instance.
         while (await client.get("/health")).status_code == 200:  # noqa: ASYNC110 - another process

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from bench.hostile_bodies import hostile_calls
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import Footprint, assert_server_is_empty, leaving_nothing
@@ -30,7 +31,6 @@ pytestmark = pytest.mark.server
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "a-shibboleth-of-this-test-alone"
 FUZZ_S = 7
-PATIENCE_S = 180.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MILLION = 10**6
 
@@ -57,7 +57,7 @@ async def test_idle_clients_keep_no_instance_from_starting(tmp_path: Path) -> No
     few = "sh", "-c", 'ulimit -n 300; exec "$@"', "sh"
     with Toys(["--max-instances=3"], tmp_path, enter=few) as served:
         instances = f"{served.url}/kvmig/v1/instances"
-        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S) as client:
             await client.get(instances)  # and connected, before the others
             idle = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(400)]
             added = await client.post(instances, json={})
@@ -110,12 +110,12 @@ async def test_strangers_at_any_control_socket_are_counted_on_metrics(served: To
     missing = {"launcher", "scheduler", *(row["id"] for row in served.get("instances"))}
     visited: set[int] = set()
     async with (
-        asyncio.timeout(PATIENCE_S),
+        asyncio.timeout(SERVER_PATIENCE_S),
         httpx.AsyncClient(base_url=served.url, verify=False) as http,
     ):
         while missing:
             for port in listened_at(served) - visited:  # the scheduler's may come a little later
-                with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as stranger:
+                with socket.create_connection(("127.0.0.1", port), SERVER_PATIENCE_S) as stranger:
                     stranger.sendall(b"GET / HTTP/1.1")
                 visited.add(port)
             await asyncio.sleep(0.2)
@@ -162,7 +162,7 @@ async def test_what_is_sent_to_hurt_is_a_short_4xx_and_others_lose_nothing(
     headers = {"content-type": "application/json"}
     answers: dict[str, tuple[int, int]] = {}
     async with httpx.AsyncClient(
-        base_url=served.url, headers=headers, timeout=PATIENCE_S, verify=False
+        base_url=served.url, headers=headers, timeout=SERVER_PATIENCE_S, verify=False
     ) as http:
         with served.held(20):
             stream = await start_stream(served, count_from(17, 60), 20)
@@ -187,7 +187,7 @@ async def test_every_route_keeps_to_its_schema_whatever_is_sent(served: Toys) ->
         "--continue-on-failure", "--generation-database=:memory:",
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    async with asyncio.timeout(FUZZ_S + 2 * PATIENCE_S):
+    async with asyncio.timeout(FUZZ_S + SERVER_PATIENCE_S):
         said, _ = await process.communicate()
     assert process.returncode == 0, said.decode()
     chosen = re.search(rb"Selected: (\d+)/(\d+)", said)
@@ -195,7 +195,7 @@ async def test_every_route_keeps_to_its_schema_whatever_is_sent(served: Toys) ->
     assert chosen[1] == chosen[2]
     # It may have ended instances, or emptied them.
     async with (
-        asyncio.timeout(2 * PATIENCE_S),
+        asyncio.timeout(SERVER_PATIENCE_S),
         httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1", verify=False) as http,
     ):
         while True:
@@ -223,7 +223,7 @@ async def test_vllms_front_end_refuses_what_is_too_much_and_its_streams_go_on(
     answers: dict[tuple[str, str], int] = {}
     stream = await start_stream(two_instances, count_from(17, 1500), 20)
     async with httpx.AsyncClient(
-        base_url=two_instances.url, headers=headers, timeout=PATIENCE_S, verify=False
+        base_url=two_instances.url, headers=headers, timeout=SERVER_PATIENCE_S, verify=False
     ) as http:
         for call in hostile_calls(two_instances.model, 8192, KINDS.__contains__):
             answer = await http.post(call.path, content=call.body)

@@ -15,6 +15,7 @@ import pytest
 
 from kvmig.core.order_fence import TOKEN_HEADER
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import Footprint, assert_server_is_empty, leaving_nothing
@@ -35,7 +36,6 @@ from tests.support.waiting import until_yes
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
-PATIENCE_S = 120.0
 SILENT = ("--heartbeat-timeout=20",)
 """A busy machine may hold an instance up; here nobody shall be taken for lost by it."""
 TOKENS = 60
@@ -62,7 +62,7 @@ async def rows(served: Served) -> dict[str, dict[str, Any]]:
 
 async def until(served: Served, **states: str | None) -> dict[str, dict[str, Any]]:
     """Wait until these instances are in these states; None: until there is none of that name."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while True:
         now = await rows(served)
         if all(now.get(name, {}).get("state") == state for name, state in states.items()):
@@ -106,10 +106,10 @@ async def test_any_front_end_answers_for_the_streams_of_all(several: Toys) -> No
 
 async def say_parked(served: Served, parked: bool) -> None:
     """Wait until several new connections in a row, to whichever front end, hear that."""
-    alike, deadline = 0, time.monotonic() + PATIENCE_S
+    alike, deadline = 0, time.monotonic() + SERVER_PATIENCE_S
     while alike < 8:
         async with (
-            httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as client,
+            httpx.AsyncClient(base_url=served.url, timeout=SERVER_PATIENCE_S) as client,
             client.stream("GET", "/kvmig/v1/events") as answer,
         ):
             lines = answer.aiter_lines()
@@ -146,7 +146,7 @@ async def test_a_session_is_moved_by_the_front_end_that_served_its_last_call(
     for serves, waits in ((first, second), (second, first)):
         with standing_still(waits):
             stream = count_from(7, 3)
-            async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S) as client:
                 said = await client.post(f"{several.url}{PATH}", json=stream, headers=headers)
                 said.raise_for_status()
         with standing_still(serves):
@@ -236,7 +236,7 @@ async def test_a_drain_of_twenty_streams_loses_none_and_moves_them_all(several: 
         assert (await call_admin(several, "POST", "instances/i0/drain")).status_code == 202
 
         now = await until(several, i0="draining")
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + SERVER_PATIENCE_S
         while not now["i0"]["detail"].startswith("it is empty"):
             assert time.monotonic() < deadline, now
             await asyncio.sleep(0.05)
@@ -295,7 +295,7 @@ async def test_a_rolling_restart_under_load_loses_no_stream(several: Toys) -> No
         assert ordered.status_code == 202, ordered.text
         second = await call_admin(several, "POST", "instances/restart")
         assert second.json()["error"]["message"] == "a rolling restart is under way"
-        await until_said(several, "rolling restart: done", within_s=2 * PATIENCE_S)
+        await until_said(several, "rolling restart: done", within_s=SERVER_PATIENCE_S)
         over.set()
 
     assert not before & {one.pid for one in llumlets(several)}
@@ -361,7 +361,7 @@ async def test_load_adds_an_instance_and_its_end_takes_one_away(elastic: Toys) -
             now = await rows(elastic)
     await all_right(started)
 
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while len(await rows(elastic)) == 2 or len(llumlets(elastic)) == 2:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.2)

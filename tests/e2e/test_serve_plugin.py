@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.support.plugin_server import plugin_server
 from tests.support.streams import count_from, counted, run_moved, run_unmoved, start_streams
@@ -61,7 +62,7 @@ async def test_a_ranks_streams_go_on_at_the_other_where_it_is_drained_and_where_
     streams = await start_streams(ranks, bodies, 20)
     drain = f"{ranks.url}/kvmig/v1/instances/i1/drain"
     headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(verify=False, timeout=60, headers=headers) as http:
+    async with httpx.AsyncClient(verify=False, timeout=SERVER_PATIENCE_S, headers=headers) as http:
         assert (await http.post(drain)).is_success
         await until_yes(lambda: {row["instance"] for row in ranks.get("requests")} == {"i0"})
         assert (await http.delete(drain)).is_success

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
@@ -59,7 +60,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def only_at(ranks: Served, instance: str) -> None:
     """Let new calls go to that rank."""
     drains = f"{ranks.url}/kvmig/v1/instances/{{}}/drain"
-    with httpx.Client(verify=False, timeout=60) as http:
+    with httpx.Client(verify=False, timeout=SERVER_PATIENCE_S) as http:
         states = {row["id"]: row["state"] for row in ranks.get("instances")}
         if states[instance] == "draining":
             http.delete(drains.format(instance)).raise_for_status()
@@ -77,7 +78,7 @@ async def served_at(ranks: Served, instance: str) -> None:
 
 
 def serve_all(ranks: Served) -> None:
-    with httpx.Client(verify=False, timeout=60) as http:
+    with httpx.Client(verify=False, timeout=SERVER_PATIENCE_S) as http:
         for row in ranks.get("instances"):
             if row["state"] == "draining":
                 path = f"{ranks.url}/kvmig/v1/instances/{row['id']}/drain"
@@ -91,7 +92,7 @@ async def all_serve(ranks: Served) -> None:
 
 async def pulled(ranks: Served, tokens: int) -> Stream:
     """A stream of the second rank, whose prompt the first one has computed."""
-    async with httpx.AsyncClient(verify=False, timeout=60) as http:
+    async with httpx.AsyncClient(verify=False, timeout=SERVER_PATIENCE_S) as http:
         (await http.post(f"{ranks.url}/reset_prefix_cache")).raise_for_status()
     await served_at(ranks, "i0")
     first = {**CALL, "max_tokens": 1, "kv_transfer_params": READ}

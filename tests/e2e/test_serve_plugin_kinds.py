@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.e2e.test_serve_moves import CALLS, CHAT, COMPLETIONS, chat, completion
@@ -107,7 +108,9 @@ async def test_a_stream_that_may_call_a_tool_moved_between_ranks_equals_one_that
 
 
 async def post(served: Served, path: str) -> None:
-    async with httpx.AsyncClient(base_url=served.url, verify=False, timeout=60) as http:
+    async with httpx.AsyncClient(
+        base_url=served.url, verify=False, timeout=SERVER_PATIENCE_S
+    ) as http:
         answer = await http.post(path)
     assert answer.status_code == 200, answer.text
 
@@ -119,7 +122,9 @@ async def test_an_order_to_end_all_calls_ends_those_of_both_http_processes(ranks
     for stream in streams:
         await stream.reach(3)
 
-    async with httpx.AsyncClient(base_url=ranks.url, verify=False, timeout=60) as http:
+    async with httpx.AsyncClient(
+        base_url=ranks.url, verify=False, timeout=SERVER_PATIENCE_S
+    ) as http:
         answer = await http.post("/abort_requests", json={})
 
     assert answer.json() == {"status": "aborted", "aborted": len(streams)}

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvmig.models import BUNDLED
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import Footprint, assert_server_is_empty
@@ -28,9 +29,6 @@ CALL = {
     "prompt": "Count: 0017 0018", "max_tokens": 300, "seed": 3, "temperature": 0.8, "logprobs": 2,
     "ignore_eos": True,
 }  # fmt: skip
-GONE_S = 60.0
-"""vLLM's workers notice by themselves that their engine has ended."""
-REFUSED_S = 240.0
 BAD_FLAGS = 2
 
 
@@ -44,7 +42,7 @@ async def test_a_stream_moved_between_ranks_of_two_workers_each_equals_one_that_
         moved, reports = await run_moved(served, PATH, CALL)
         assert_server_is_empty(served)
         footprint = Footprint.of(served)
-    footprint.assert_gone(GONE_S)
+    footprint.assert_gone(SERVER_PATIENCE_S)  # its workers notice by themselves
 
     assert [(one["state"], one["exact"]) for one in reports] == [("committed", True)] * 2, reports
     moved.same_as(unmoved)
@@ -69,7 +67,7 @@ def test_a_server_is_refused_by_name_before_anything_is_loaded_with(
     done = subprocess.run(
         [sys.executable, *COMMAND, *words],
         env={**os.environ, **plugin_environment(tmp_path)},
-        capture_output=True, text=True, timeout=REFUSED_S, check=False,
+        capture_output=True, text=True, timeout=SERVER_PATIENCE_S, check=False,
     )  # fmt: skip
 
     said = [line for line in done.stderr.splitlines() if line.startswith("kvmig: ")]

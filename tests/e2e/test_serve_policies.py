@@ -17,9 +17,10 @@ import pytest
 
 from kvmig.engines.toy.script import ToyScript
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.conftest import PATIENT
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
-from tests.support.streams import TIMEOUT_S, Stream, counted, other, row_of
+from tests.support.streams import Stream, counted, other, row_of
 from tests.support.toys import Toys
 
 pytestmark = pytest.mark.server
@@ -68,7 +69,7 @@ class Clients:
 
     async def placed(self) -> dict[Stream, str]:
         """Where they run, once all are held."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(SERVER_PATIENCE_S):
             for one in self.numbers:
                 await one.reach(HELD)
             rows = await asyncio.to_thread(self.served.get, "requests")
@@ -78,7 +79,7 @@ class Clients:
     async def moved(self, why: str) -> list[dict[str, Any]]:
         """Their migrations for that reason, as soon as there are some."""
         ids = [one.answer.request_id for one in self.numbers]
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(SERVER_PATIENCE_S):
             while True:
                 rows = await asyncio.to_thread(self.served.get, "migrations")
                 found = [

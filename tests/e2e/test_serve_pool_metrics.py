@@ -6,6 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 
 pytestmark = pytest.mark.server
@@ -17,7 +18,7 @@ READ = {
 
 
 async def test_a_server_has_the_gauges_that_an_endpoint_picker_reads(served: Served) -> None:
-    async with httpx.AsyncClient(timeout=60, verify=False) as client:
+    async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S, verify=False) as client:
         answer = await client.get(f"{served.url}/metrics")
     families = {one.name: one for one in text_string_to_metric_families(answer.text)}
     found = {name: families[name] for name in READ & families.keys()}

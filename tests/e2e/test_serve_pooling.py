@@ -9,13 +9,12 @@ import httpx
 import pytest
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.support.leaks import Footprint, assert_server_is_empty
 from tests.support.waiting import until_yes
 
 pytestmark = pytest.mark.server
-
-PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def test_its_instances_say_that_nothing_of_them_moves(server: Served) -> None:
 async def test_embeddings_whose_instances_all_die_fail_and_the_server_serves_on(
     server: Served,
 ) -> None:
-    async with httpx.AsyncClient(timeout=PATIENCE_S, verify=False) as client:
+    async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S, verify=False) as client:
         before = vector(await embed(client, server))
         llumlets = Footprint.of(server).named("kvmig.launcher.llumlet_main")
         assert len(llumlets) == 2
@@ -64,7 +63,8 @@ async def test_embeddings_whose_instances_all_die_fail_and_the_server_serves_on(
             said = {503: "no other one was there", 500: "crashed while they ran this request"}
             assert said[answer.status_code] in answer.json()["error"]["message"]
         await until_yes(
-            lambda: {row["state"] for row in server.get("instances")} == {"serving"}, PATIENCE_S
+            lambda: {row["state"] for row in server.get("instances")} == {"serving"},
+            SERVER_PATIENCE_S,
         )
         assert vector(await embed(client, server)) == pytest.approx(before)
     assert_server_is_empty(server)

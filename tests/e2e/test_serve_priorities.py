@@ -16,9 +16,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.conftest import PATIENT
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
-from tests.support.streams import TIMEOUT_S, Stream, count_from, place, row_of, run_unmoved
+from tests.support.streams import Stream, count_from, place, row_of, run_unmoved
 from tests.support.toys import Toys
 
 pytestmark = pytest.mark.server
@@ -160,14 +161,16 @@ async def test_calls_that_are_too_many_are_429_until_those_that_wait_have_begun(
     before = metric(served, *told)
     short = {"model": served.model, **count_from(2000, 20)}
     several = {**short, "n": 4, "temperature": 0.9, "seed": 7}
-    async with httpx.AsyncClient(base_url=served.url, timeout=TIMEOUT_S, verify=False) as http:
+    async with httpx.AsyncClient(
+        base_url=served.url, timeout=SERVER_PATIENCE_S, verify=False
+    ) as http:
         with served.held(10):
             runs = [Stream(served, PATH, count_from(1000 + n, TOKENS)) for n in range(4)]
             for one in runs:
                 await row_of(served, one, output_tokens=1)
             waiting = [Stream(served, PATH, one) for one in (short, short, short, several)]
             whole = asyncio.create_task(http.post(PATH, json=short))
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(SERVER_PATIENCE_S):
                 while in_queues(served) < MAX_WAITING:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
 

@@ -11,9 +11,10 @@ import pytest
 
 from kvmig.engines.toy.script import ToyScript
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.support.leaks import Footprint, assert_server_is_empty, leaving_nothing
-from tests.support.streams import TIMEOUT_S, Stream, counted
+from tests.support.streams import Stream, counted
 from tests.support.toys import Toys
 from tests.support.waiting import until_yes
 
@@ -81,7 +82,7 @@ async def handed_over(served: Served, stream: Stream) -> dict[str, Any]:
         ends[:] = [f"{one['state']} {one['reason']} {one['detail']}" for one in rows]
         return next((one for one in rows if one["state"] == "committed"), None)
 
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while (found := await asyncio.to_thread(committed)) is None:
         assert time.monotonic() < deadline, ends
         await asyncio.sleep(0.05)

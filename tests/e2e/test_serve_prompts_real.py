@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import PATIENT
 from tests.e2e.test_serve_prompts import begin, handed_over, states
@@ -39,7 +40,7 @@ def served(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 async def drain(served: Served, *, stop: bool = False) -> None:
     """Let i0 take nothing new, or let it serve again."""
     url = f"{served.url}/kvmig/v1/instances/i0/drain"
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S) as client:
         answer = await client.request("DELETE" if stop else "POST", url)
     assert answer.status_code in (200, 202), answer.text
     await until_yes(lambda: states(served)["i0"] == ("serving" if stop else "draining"))

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import PATIENT
 from tests.e2e.test_serve_instances import standing_still
@@ -24,7 +25,6 @@ from tests.e2e.test_serve_turn_carriage import Turn, alone, post, turn
 from tests.e2e.test_serve_units import FLAGS as UNIT_FLAGS
 from tests.e2e.test_serve_units import Agent
 from tests.support.leaks import Footprint, assert_server_is_empty, leaving_nothing
-from tests.support.streams import TIMEOUT_S
 from tests.support.waiting import until_yes
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
@@ -48,7 +48,7 @@ def served(server: Served) -> Iterator[Served]:
 
 
 async def order(served: Served, method: str, path: str, **fields: Any) -> Any:
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, verify=False) as client:
+    async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S, verify=False) as client:
         url = f"{served.url}/kvmig/v1/{path}"
         answer = await client.request(method, url, json=fields or None)
     assert answer.is_success, answer.text

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import PATIENT
 from tests.support.leaks import leaving_nothing
@@ -30,7 +31,7 @@ def served(nursery: Nursery) -> Iterator[Served]:
 
 def post(served: Served, path: str, body: dict[str, Any], session: str = "") -> httpx.Response:
     headers = {"x-session-id": session} if session else {}
-    return httpx.post(f"{served.url}{path}", json=body, headers=headers, timeout=120)
+    return httpx.post(f"{served.url}{path}", json=body, headers=headers, timeout=SERVER_PATIENCE_S)
 
 
 def turn(served: Served, session: str, prompt: str) -> tuple[str, int]:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import Footprint, assert_server_is_empty, orphans
@@ -27,7 +28,6 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 
 PATH = "/v1/completions"
 OTHER = "--instance-flags=i1: --tensor-parallel-size=2 --block-size=64"
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,8 @@ def mixed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with Served(flags, nursery=nursery, log=log) as served:
         yield served
         footprint = Footprint.of(served)
-    footprint.assert_gone(PATIENCE_S)  # vLLM's workers notice by themselves that their engine ended
+    # vLLM's workers notice by themselves that their engine ended.
+    footprint.assert_gone(SERVER_PATIENCE_S)
     assert orphans() <= before  # others' servers, beside this one, hold theirs
     ours = [line for line in served.output().splitlines() if "(Worker_TP" not in line]
     assert not [line for line in ours if "Traceback" in line]  # a killed worker's peer has one
@@ -66,9 +67,11 @@ async def test_an_instance_of_two_workers_is_added_to_one_of_one_worker(
     flags += ["--mixed-shapes", "--inexact-moves", "--shutdown-timeout=5"]
     with Served(flags, nursery=nursery, log=tmp_path / "log") as served:
         order = {"flags": "--tensor-parallel-size=2"}
-        async with httpx.AsyncClient(timeout=2 * PATIENCE_S) as client:
+        async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S) as client:
             added = await client.post(
-                f"{served.url}/kvmig/v1/instances", json=order, params={"wait_s": PATIENCE_S}
+                f"{served.url}/kvmig/v1/instances",
+                json=order,
+                params={"wait_s": SERVER_PATIENCE_S / 2},
             )
         assert [row["state"] for row in added.json()["data"]] == ["serving"], added.text
         body = count_from(17, 1200)
@@ -76,7 +79,7 @@ async def test_an_instance_of_two_workers_is_added_to_one_of_one_worker(
         assert [report["state"] for report in reports] == ["committed"] * 2, reports
         counted(moved, 17)
         footprint = Footprint.of(served)
-    footprint.assert_gone(PATIENCE_S)
+    footprint.assert_gone(SERVER_PATIENCE_S)
 
 
 async def test_instances_count_in_the_same_blocks(mixed: Served) -> None:
@@ -98,9 +101,9 @@ async def test_a_killed_worker_ends_its_instance_whose_stream_goes_on(mixed: Ser
     for n, stream in enumerate(streams):
         assert (await stream.end()).tokens == 4000
         counted(stream.answer, 1000 * n)
-    gone, _ = await asyncio.to_thread(psutil.wait_procs, workers, PATIENCE_S)
+    gone, _ = await asyncio.to_thread(psutil.wait_procs, workers, SERVER_PATIENCE_S)
     assert gone
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+    async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S) as client:
         shown = (await client.get(f"{mixed.url}/metrics")).text
     busy = [
         line

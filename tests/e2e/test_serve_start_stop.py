@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.support.leaks import Footprint, assert_server_is_empty, orphans
@@ -32,13 +33,12 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
-PATIENCE_S = 180.0
 TOKENS = 60
 HELD = 20
 """Where streams wait for the test."""
 
 
-async def ended(served: Served, within_s: float = PATIENCE_S) -> int:
+async def ended(served: Served, within_s: float = SERVER_PATIENCE_S) -> int:
     """The server's exit code."""
     assert served.process is not None
     return await asyncio.to_thread(served.process.wait, within_s)
@@ -106,7 +106,7 @@ async def test_children_of_a_killed_launcher_go_by_themselves(tmp_path: Path) ->
         await ended(served)
         with pytest.raises(httpx.HTTPError):
             await stream.end()
-    await asyncio.to_thread(footprint.assert_gone, PATIENCE_S)
+    await asyncio.to_thread(footprint.assert_gone, SERVER_PATIENCE_S)
     assert orphans() <= before
 
 
@@ -141,7 +141,7 @@ async def one_sided(served: Toys) -> None:
         async with asyncio.TaskGroup() as tasks:
             for stream in streams:
                 tasks.create_task(place_once(served, stream, "i0"))
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(SERVER_PATIENCE_S):
             while True:
                 reports = await asyncio.to_thread(served.get, "migrations")
                 new = [one for one in reports if one["id"] not in known]
@@ -177,7 +177,7 @@ async def test_a_killed_scheduler_comes_back_and_serving_goes_on(
         await until_said(served, "serving goes on without migrations")
     assert (await stream.end()).tokens == TOKENS
 
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         while not (again := Footprint.of(served).named("kvmig.launcher.scheduler")):
             assert (await run_unmoved(served, PATH, count_from(20, 20))).tokens == 20
     assert again != [scheduler]

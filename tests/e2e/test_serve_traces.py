@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from bench.otlp_collector import CollectedSpan, OtlpCollector, otlp_collector
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
@@ -28,7 +29,7 @@ async def moved_call(served: Served) -> dict[str, Any]:
     headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "x-request-id": CALL}
     report: dict[str, Any] = {}
     async with (
-        httpx.AsyncClient(timeout=120, verify=False) as client,
+        httpx.AsyncClient(timeout=SERVER_PATIENCE_S, verify=False) as client,
         client.stream(
             "POST", f"{served.url}/v1/completions", json=body, headers=headers
         ) as response,

@@ -15,6 +15,7 @@ import pytest
 
 from kvmig.models import BUNDLED
 from kvmig.serve import main
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import Footprint, assert_server_is_empty, leaving_nothing
@@ -32,7 +33,6 @@ pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(BUNDLED)
-PATIENCE_S = 180.0
 LAST_DIGITS = 1e-5
 """Log-probabilities of tokens that were computed several in a step."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -166,8 +166,8 @@ async def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
     await stream.leave()
     body = {"model": served.model, **count_from(18, 8000)}
     async with httpx.AsyncClient(base_url=served.url, verify=False) as http:
-        whole = asyncio.create_task(http.post(COMPLETIONS, json=body, timeout=PATIENCE_S))
-        async with asyncio.timeout(PATIENCE_S):
+        whole = asyncio.create_task(http.post(COMPLETIONS, json=body, timeout=SERVER_PATIENCE_S))
+        async with asyncio.timeout(SERVER_PATIENCE_S):
             while not await asyncio.to_thread(served.get, "requests"):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         whole.cancel()
@@ -189,7 +189,7 @@ async def test_a_stream_goes_on_elsewhere_when_its_instance_is_killed(served: Se
 
     assert answer.tokens == 600
     counted(answer, 17)
-    psutil.wait_procs([killed], timeout=PATIENCE_S)
+    psutil.wait_procs([killed], timeout=SERVER_PATIENCE_S)
     async with httpx.AsyncClient(base_url=served.url, verify=False) as http:
         metrics = (await http.get("/metrics")).text
     assert "kvmig_requests_run_again_total 1.0" in metrics

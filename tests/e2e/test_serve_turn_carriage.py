@@ -17,11 +17,12 @@ import httpx
 import pytest
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.e2e.test_serve_sessions import used
 from tests.support import kill_hooks
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
-from tests.support.streams import TIMEOUT_S, Stream, count_from, start_streams
+from tests.support.streams import Stream, count_from, start_streams
 from tests.support.waiting import until_yes
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
@@ -72,7 +73,7 @@ def served(server: Served) -> Iterator[Served]:
 
 async def post(served: Served, path: str, body: dict[str, Any], session: str = "") -> Any:
     headers = {"x-session-id": session} if session else {}
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, verify=False) as client:
+    async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S, verify=False) as client:
         answer = await client.post(f"{served.url}{path}", json=body, headers=headers)
     assert answer.status_code in (200, 202), answer.text
     return answer.json()
@@ -98,7 +99,7 @@ async def alone(served: Served, instance: str) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        async with httpx.AsyncClient(timeout=TIMEOUT_S, verify=False) as client:
+        async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S, verify=False) as client:
             (await client.delete(f"{served.url}{path}")).raise_for_status()
         await both_serve(served)
 

@@ -18,11 +18,9 @@ import httpx
 import pytest
 
 from kvmig.engines.toy.script import ScriptFile, ToyScript
+from kvmig_tools.patience import SERVER_PATIENCE_S
 
 pytestmark = pytest.mark.server
-
-PATIENCE_S = 180.0
-START_S = 180.0
 
 
 class OnSocket:
@@ -41,10 +39,12 @@ class OnSocket:
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(uds=str(self.path), retries=0)
-        return httpx.AsyncClient(transport=transport, base_url="http://here", timeout=PATIENCE_S)
+        return httpx.AsyncClient(
+            transport=transport, base_url="http://here", timeout=SERVER_PATIENCE_S
+        )
 
     async def ready(self) -> None:
-        async with self.client() as client, asyncio.timeout(START_S):
+        async with self.client() as client, asyncio.timeout(SERVER_PATIENCE_S):
             while self.process.poll() is None:
                 try:
                     if (await client.get("/health")).status_code == 200:
@@ -57,7 +57,7 @@ class OnSocket:
         """End its stdin; its exit code."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return self.process.wait(PATIENCE_S)
+        return self.process.wait(SERVER_PATIENCE_S)
 
 
 @asynccontextmanager
@@ -146,7 +146,7 @@ async def until_serving(
     told: AsyncIterator[tuple[str, dict[str, Any]]], count: int
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """What is told until so many serve."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         async for name, data in told:
             yield name, data
             if name == "instances" and list(states(data).values()) == ["serving"] * count:
@@ -185,7 +185,7 @@ async def test_the_last_instance_leaves_when_it_is_empty_and_another_may_come(
 
 
 async def until_live(server: OnSocket, count: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         async for name, data in events(server):
             if name == "instances" and data["live"] == count:
                 return
@@ -193,7 +193,7 @@ async def until_live(server: OnSocket, count: int) -> None:
 
 async def until_rows(client: httpx.AsyncClient, wanted: list[str]) -> None:
     rows: list[str] | None = None
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         while rows != wanted:
             await asyncio.sleep(0.05)
             told = (await client.get("/kvmig/v1/instances")).json()["data"]

@@ -22,6 +22,7 @@ from kvmig.sharing.lease_ledger import MIB
 from kvmig.sharing.messages import MemberShare, UnitState
 from kvmig.sharing.unit_state import fetch_unit
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.support.waiting import wait_until
 
@@ -33,7 +34,6 @@ FLAGS = (
     "--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model-len=2048",
     "--dtype=float32", "--instances=1", "--shutdown-timeout=2", "--reclaim-patience=0.5",
 )  # fmt: skip
-PATIENCE_S = 180.0
 PROMPT = 220
 """Numbers of five tokens each."""
 
@@ -72,7 +72,7 @@ class Agent:
     def until(self, holds: Callable[[UnitState], bool], *, starts: bool = False) -> UnitState:
         """starts: an engine may, with the one block that it has before its first lease."""
         most = self.arena + (BLOCK if starts else 0)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + SERVER_PATIENCE_S
         while True:
             try:
                 unit = self.unit()
@@ -206,7 +206,7 @@ def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_th
         agent.until(lambda unit: share(unit, "b").lease > 0.45 * ARENA)
         until_shown(b, 'kvmig_unit_connected{instance="i0"} 1.0')
         for call in calls:
-            call.result(PATIENCE_S * 3)
+            call.result(SERVER_PATIENCE_S)
         for served in (a, b):
             told = httpx.get(f"{served.url}/metrics", timeout=30).text
             waited = re.search(r"^kvmig_unit_turn_wait_seconds_total{.*} (.*)$", told, re.MULTILINE)

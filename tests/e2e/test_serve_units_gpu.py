@@ -13,9 +13,10 @@ import pytest
 from kvmig.sharing.lease_ledger import MIB
 from kvmig.sharing.messages import UnitState
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.e2e.test_serve_gpus import nursery_in
-from tests.e2e.test_serve_units import FLAGS, PATIENCE_S, Agent, counted, share
+from tests.e2e.test_serve_units import FLAGS, Agent, counted, share
 from tests.support import fake_gpu
 from tests.support.gpu_nursery import V2, Orders
 from tests.support.leaks import Footprint
@@ -39,7 +40,7 @@ def once(
 
     beside: pieces that each has for its copies.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while True:
         have = {name: (pieces(served) - beside) * PAGE for name, served in at.items()}
         assert sum(have.values()) <= ARENA
@@ -76,7 +77,7 @@ def memory_follows_the_load(nursery: Nursery, folder: Path, runner: str) -> None
         calls += [clients.submit(counted, b, "b", 300 + one, 500) for one in range(12)]
         once(agent, lambda unit: share(unit, "b").lease >= 4 * GROUP, at, beside)
         for call in calls:
-            call.result(PATIENCE_S * 3)
+            call.result(SERVER_PATIENCE_S)
         a.stop()
         once(agent, lambda unit: share(unit, "b").lease == ARENA, {"b": b}, beside)
         assert "alone" not in b.output()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.conftest import PATIENT
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
@@ -30,7 +31,6 @@ from tests.support.toys import Toys
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
-PATIENCE_S = 180.0
 TOKENS = 60
 HELD = 20
 FLAGS = (
@@ -69,7 +69,7 @@ async def weights(served: Served) -> dict[str, str]:
 
 async def until_weights(served: Toys, **wanted: str) -> None:
     """Wait until these instances, and no others, serve with these weights."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while (now := await weights(served)) != wanted:
         assert time.monotonic() < deadline, (now, served.output()[-2000:])
         await asyncio.sleep(0.05)
@@ -145,7 +145,7 @@ async def test_a_stream_whose_weights_died_with_their_last_instance_ends_and_say
             await call_admin(three, "DELETE", f"instances/{rest.pop()}?now=true")
         ).status_code == 202
         assert (await call_admin(three, "POST", "instances", json={"count": 2})).status_code == 201
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + SERVER_PATIENCE_S
         while list((await weights(three)).values()).count("counts-by-4") < 2:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)

@@ -29,7 +29,6 @@ from tests.support.streams import (
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
-PATIENCE_S = 120.0
 LONG = 2000
 """Tokens that no stream reaches before the second instance is restarted."""
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
 from tests.support.streams import place, run_moved, run_unmoved, start_streams
@@ -29,7 +30,6 @@ VLLMS = (
 TOKENS = {"mamba2": 1000}
 """Of a stream that moves there and back, where 200 are over before."""
 PATH = "/v1/completions"
-PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -91,7 +91,7 @@ async def test_an_instance_that_is_drained_hands_over_its_eight_streams(served: 
         assert (await http.delete("instances/i1/drain")).status_code == 200
 
         assert (await http.post("instances/i0/drain")).status_code == 202
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + SERVER_PATIENCE_S
         detail = ""
         while not detail.startswith("it is empty"):
             assert time.monotonic() < deadline

@@ -11,6 +11,7 @@ import pytest
 from kvmig.cli.client import CallFailure, FleetClient
 from kvmig.cli.top.command import observed_once
 from kvmig.cli.top.sources import FleetSource, ServeSource, open_source
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.fleets import ToyFleet, ask, hold_streams, kill
 from tests.support.top_pilot import line, rows, running, shows
 from tests.support.toys import Toys
@@ -60,7 +61,8 @@ async def test_an_instance_of_a_fleet_is_drained_by_key_and_replaced(two: ToyFle
 
 
 async def test_without_a_terminal_what_runs_is_printed_once(two: ToyFleet) -> None:
-    async with asyncio.timeout(60):  # another test's model of this name may still end
+    # Another test's model of this name may still end.
+    async with asyncio.timeout(SERVER_PATIENCE_S):
         while len((await observed_once(FleetSource(client_of(two)))).instances) != 2:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
@@ -87,7 +89,7 @@ async def test_of_a_single_server_a_stream_is_moved_and_an_instance_drained(toys
     source = await asyncio.to_thread(open_source, FleetClient("", toys.url))
     assert isinstance(source, ServeSource)
     body = {**ask("toy", 40), "stream": True}
-    async with httpx.AsyncClient(base_url=toys.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=toys.url, timeout=SERVER_PATIENCE_S) as client:
         with toys.held(8):
             calling = asyncio.create_task(client.post("/v1/completions", json=body))
             async with running(source) as (app, pilot):

@@ -16,6 +16,7 @@ from kvmig.cli.top.app import LiveTable, TopApp
 from kvmig.cli.top.sources import FleetSource, ServeSource, open_source
 from kvmig.models import BUNDLED
 from kvmig_tools.fleet import FleetUp
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.support.retries import SESSION, EndedEarly, until_moved
 from tests.support.streams import Answer, Door, Stream, count_from, run_unmoved
@@ -25,7 +26,6 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 
 PATH = "/v1/completions"
 BODY = count_from(17, 4000)
-START_S = 300.0
 """For two engines, on a busy machine."""
 
 
@@ -136,13 +136,13 @@ async def test_top_shows_a_fleets_real_model_start_and_moves_and_drains_its_stre
     async with running(source) as (app, pilot):
         assert names(app) == []
         await asyncio.to_thread(fleet.add, spec)
-        await shows(pilot, lambda: "starting" in states(app), START_S)
+        await shows(pilot, lambda: "starting" in states(app), SERVER_PATIENCE_S)
         assert names(app)[0] == "count"
-        await shows(pilot, lambda: states(app) == ["serving"] * 3, START_S)
+        await shows(pilot, lambda: states(app) == ["serving"] * 3, SERVER_PATIENCE_S)
         unmoved = await run_unmoved(door, PATH, BODY)
 
         async def attempt(order: str) -> Answer:
-            await shows(pilot, lambda: states(app) == ["serving"] * 3, START_S)
+            await shows(pilot, lambda: states(app) == ["serving"] * 3, SERVER_PATIENCE_S)
             async with shown_stream(app, pilot, door) as shown:
                 keys = shown.move_keys if order == "move" else shown.drain_keys
                 left = await shown.leave_instance(keys)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.browsers import (
     PHONE,
     Visitor,
@@ -68,7 +69,7 @@ def streams(fleet: ToyFleet, count: int) -> Iterator[list[str]]:
 
     def run(at: int) -> None:
         headers = {"authorization": f"Bearer {fleet.key}"}
-        with httpx.Client(base_url=fleet.url, headers=headers, timeout=90) as client:
+        with httpx.Client(base_url=fleet.url, headers=headers, timeout=SERVER_PATIENCE_S) as client:
             answer = client.post(PATH, json=ask("count", TOKENS, start=at))
             texts[at] = answer.json()["choices"][0]["text"]
 
@@ -79,7 +80,7 @@ def streams(fleet: ToyFleet, count: int) -> Iterator[list[str]]:
         yield texts
     finally:
         for one in threads:
-            one.join(90)
+            one.join(SERVER_PATIENCE_S)
 
 
 # -- log-in

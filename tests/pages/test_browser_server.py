@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from kvmig.engines.toy.script import ToyScript
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.conftest import TWO
 from tests.support.browsers import PHONE, Visitor, is_too_wide, serious_faults, visitor
 from tests.support.fleets import PATH, ask, counted
@@ -57,7 +58,7 @@ def held_streams(server: Toys) -> Iterator[list[str]]:
     texts = [""] * STREAMS
 
     def run(at: int) -> None:
-        with httpx.Client(base_url=server.url, timeout=90) as client:
+        with httpx.Client(base_url=server.url, timeout=SERVER_PATIENCE_S) as client:
             answer = client.post(PATH, json=ask("toy", TOKENS, start=at))
             texts[at] = answer.json()["choices"][0]["text"]
 

@@ -13,6 +13,7 @@ import pytest
 from kvmig.models import BUNDLED
 from kvmig_tools.fleet import FleetUp
 from kvmig_tools.nursery import Nursery
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import TWO
 from tests.support import tiny_blip2
@@ -32,8 +33,8 @@ WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"
 CLOCK = {"name": "clock", "parameters": {"type": "object", "additionalProperties": False}}
 """A tool without arguments: each call of it is whole after a few tokens."""
 FIELDS = ("name", "arguments")
-LONG_MS = 300_000
-"""Timeout of whole answers and of starts, on a busy machine."""
+LONG_MS = 1000 * SERVER_PATIENCE_S
+"""Timeout of whole answers and of starts."""
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def unmoved(
         "max_tokens": tokens, **more,
     }  # fmt: skip
     headers = {"authorization": f"Bearer {key}"}
-    answer = httpx.post(f"{url}{CHAT}", json=body, headers=headers, timeout=LONG_MS / 1000)
+    answer = httpx.post(f"{url}{CHAT}", json=body, headers=headers, timeout=SERVER_PATIENCE_S)
     message: dict[str, Any] = answer.raise_for_status().json()["choices"][0]["message"]
     return message
 
@@ -131,7 +132,7 @@ def called(url: str, words: str, tokens: int) -> str:
         "max_tokens": tokens, "tools": WEATHER, "tool_choice": "required", "stream": True,
     }  # fmt: skip
     headers = {"authorization": f"Bearer {KEY}"}
-    answer = httpx.post(f"{url}{CHAT}", json=body, headers=headers, timeout=LONG_MS / 1000)
+    answer = httpx.post(f"{url}{CHAT}", json=body, headers=headers, timeout=SERVER_PATIENCE_S)
     lines = answer.raise_for_status().text.splitlines()
     chunks = [json.loads(one.removeprefix("data: ")) for one in lines if one.startswith("data: {")]
     calls = [
@@ -182,7 +183,9 @@ def test_a_real_model_goes_on_with_the_result_of_its_tool_call(
     names = ("model", "messages", "temperature", "max_tokens", "tools")
     body = {name: asked[name] for name in names}
     headers = {"authorization": f"Bearer {KEY}"}
-    answer = httpx.post(f"{server.url}{CHAT}", json=body, headers=headers, timeout=LONG_MS / 1000)
+    answer = httpx.post(
+        f"{server.url}{CHAT}", json=body, headers=headers, timeout=SERVER_PATIENCE_S
+    )
     alone = answer.raise_for_status().json()["choices"][0]["message"]["content"]
     assert text_of(second) == alone
 

@@ -15,6 +15,7 @@ import httpx
 
 from kvmig.engines.toy.script import ScriptFile, ToyScript
 from kvmig_tools.fleet import FleetUp
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
@@ -118,7 +119,7 @@ class Streamed:
         return self.text
 
     async def reach(self, tokens: int) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(SERVER_PATIENCE_S):
             while len(self.text) < tokens:
                 assert not self.task.done(), await self.task
                 await asyncio.sleep(0.01)

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from kvmig.process.sockets import free_port
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.support.toys import Toys
 from tests.support.waiting import until_yes, wait_until
@@ -106,5 +107,5 @@ async def post(
     served: Served, path: str, method: str = "POST", body: Mapping[str, object] | None = None
 ) -> httpx.Response:
     """An order of the admin API."""
-    async with httpx.AsyncClient(verify=False, timeout=60) as http:
+    async with httpx.AsyncClient(verify=False, timeout=SERVER_PATIENCE_S) as http:
         return await http.request(method, f"{served.url}/kvmig/v1/{path}", json=body)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from scripts.check import NEXT, ROOT
 
 TREE = ROOT / ".vllm" / NEXT
-PATIENCE_S = 240.0
 
 
 def next_tree() -> str:
     """Its folder; checks that run beside this one may still be fetching it."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + SERVER_PATIENCE_S
     while not (TREE / "complete").exists():
         assert time.monotonic() < deadline, f"python scripts/setup_env.py --vllm {NEXT} makes it"
         time.sleep(0.5)

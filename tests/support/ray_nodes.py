@@ -14,10 +14,10 @@ from types import MappingProxyType
 
 import psutil
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from tests.support.network import Host, Network
 
 PORT = 6379
-START_S = 180.0
 END_S = 20.0
 UP = "Ray runtime started."
 STORE_BYTES = 80_000_000
@@ -85,7 +85,7 @@ class RayHosts:
 
     def wait_end(self, host: Host) -> None:
         """Wait for the end of a node that Ray counts as lost. Raises TimeoutExpired."""
-        self._processes[host].wait(START_S)
+        self._processes[host].wait(SERVER_PATIENCE_S)
 
     def _start(self, host: Host, *flags: str) -> None:
         ray = str(Path(sys.executable).with_name("ray"))
@@ -100,7 +100,7 @@ class RayHosts:
 
     def _wait(self, host: Host) -> None:
         """Until its node is in the cluster."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + SERVER_PATIENCE_S
         while UP not in (said := self._log(host).read_text()):
             ended = self._processes[host].poll() is not None
             if ended or time.monotonic() > deadline:

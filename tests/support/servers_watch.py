@@ -12,9 +12,9 @@ from pathlib import Path
 
 from kvmig.launcher.node_files import ClusterWish, FilesWish, WantedUnit, encode_wish
 from kvmig.launcher.node_reports import NodeReport, report_of
+from kvmig_tools.patience import SERVER_PATIENCE_S
 
 ROOT = str(Path(__file__).parents[2])
-PATIENCE_S = 120.0
 FLEET = "f" * 32
 
 
@@ -46,7 +46,7 @@ class ServersWatch:
         return node
 
     def until(self, wanted: Callable[[NodeReport], object]) -> NodeReport:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + SERVER_PATIENCE_S
         while not wanted(node := self.next_report()):
             assert time.monotonic() < deadline, node
         return node
@@ -70,4 +70,4 @@ class ServersWatch:
         assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(PATIENCE_S)
+        self.process.wait(SERVER_PATIENCE_S)

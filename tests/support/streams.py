@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
 from kvmig_tools.served import Served
 from tests.support.retries import SESSION, EndedEarly, until_moved
 from tests.support.waiting import until
-
-TIMEOUT_S = 300.0
 
 
 @dataclass
@@ -130,7 +129,7 @@ class Stream:
 
     async def _run(self) -> Answer:
         async with (
-            httpx.AsyncClient(timeout=TIMEOUT_S, verify=False) as client,
+            httpx.AsyncClient(timeout=SERVER_PATIENCE_S, verify=False) as client,
             client.stream(
                 "POST",
                 f"{self._served.url}{self._path}",
@@ -157,7 +156,7 @@ class Stream:
         while self.answer.tokens < tokens:
             grown = asyncio.create_task(self._grown.wait())
             done, _ = await asyncio.wait(
-                (grown, self.task), timeout=TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+                (grown, self.task), timeout=SERVER_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
             )
             grown.cancel()
             assert done, "the stream stands still"
@@ -172,11 +171,13 @@ class Stream:
 
     async def end(self) -> Answer:
         """The whole answer."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(SERVER_PATIENCE_S):
             return await self.task
 
 
-async def until_said(served: Served, words: str, times: int = 1, within_s: float = 240.0) -> None:
+async def until_said(
+    served: Served, words: str, times: int = 1, within_s: float = SERVER_PATIENCE_S
+) -> None:
     """Wait until a server has printed the words so many times."""
     try:
         await until(lambda: served.output().count(words) >= times, within_s, 0.05)
@@ -235,7 +236,7 @@ def other(instance: str) -> str:
 async def call_admin(served: Served, method: str, path: str, **more: Any) -> httpx.Response:
     """One admin call over a connection of its own: any of the front ends may take it."""
     async with httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1/", verify=False) as client:
-        return await client.request(method, path, timeout=TIMEOUT_S, **more)
+        return await client.request(method, path, timeout=SERVER_PATIENCE_S, **more)
 
 
 async def row_of(
@@ -323,7 +324,7 @@ async def run_whole(
 ) -> dict[str, Any]:
     """The call without streaming."""
     headers = {"x-request-id": call_id} if call_id else {}
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, verify=False) as client:
+    async with httpx.AsyncClient(timeout=SERVER_PATIENCE_S, verify=False) as client:
         body = {"model": served.model, **body}
         answer = await client.post(f"{served.url}{path}", json=body, headers=headers)
     assert answer.status_code == 200, answer.text

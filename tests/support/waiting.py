@@ -6,8 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from kvmig_tools.patience import SERVER_PATIENCE_S
+
 PATIENCE_S = 120.0
-"""Far more than anything takes that happens, on a machine as busy as it may be."""
+"""Far more than anything takes that happens in a test's own process, on a machine as busy as it may
+be."""
 
 
 async def until(
@@ -24,7 +27,7 @@ async def until(
         await asyncio.sleep(pause_s)
 
 
-async def until_yes(holds: Callable[[], object], within_s: float = 2 * PATIENCE_S) -> None:
+async def until_yes(holds: Callable[[], object], within_s: float = SERVER_PATIENCE_S) -> None:
     """Wait until a question that blocks, to a server mostly, is answered with yes."""
     deadline = time.monotonic() + within_s
     while not await asyncio.to_thread(holds):
