@@ -20,21 +20,23 @@ from bench.v2_on_cpu import replace_kernels
 CPU = torch.device("cpu")
 SEATS = torch.tensor([5, 0, 3], dtype=torch.int32)
 BEGINS = torch.tensor([0, 1, 8, 9], dtype=torch.int32)
-"""A decode, seven tokens of a prompt, and a decode."""
+"""One token, seven tokens and one token: of prompts or behind them, as the seed has it."""
+SEEDS = range(12)
 
 
-def states() -> dict[str, torch.Tensor]:
+def states(seed: int) -> dict[str, torch.Tensor]:
     """What each of eight requests has; all that a call may write is made for it."""
-    made = torch.Generator().manual_seed(7)
+    made = torch.Generator().manual_seed(seed)
 
     def some(*size: int, most: int = 1000) -> torch.Tensor:
         return torch.randint(0, most, size, generator=made, dtype=torch.int32)
 
+    prefill, computed = 1 + some(8, most=30), some(8, most=40)
     return {
         "tokens": some(8, 64),
-        "prefill": torch.tensor([20, 1, 1, 12, 1, 10, 1, 1], dtype=torch.int32),
-        "computed": torch.tensor([9, 1, 1, 14, 1, 17, 1, 1], dtype=torch.int32),
-        "lengths": torch.tensor([20, 1, 1, 15, 1, 18, 1, 1], dtype=torch.int32),
+        "prefill": prefill,
+        "computed": computed,
+        "lengths": torch.maximum(prefill, computed + 1),
         "last": some(8, 1).long(),
         "ids": some(9),
         "after": some(1, 8),
@@ -98,12 +100,13 @@ CALLS: tuple[Callable[[dict[str, torch.Tensor]], None], ...] = (
 )  # fmt: skip
 
 
-def results() -> dict[str, dict[str, torch.Tensor]]:
-    found: dict[str, dict[str, torch.Tensor]] = {}
+def results() -> dict[tuple[str, int], dict[str, torch.Tensor]]:
+    found: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     for call in CALLS:
-        of: dict[str, Any] = states()
-        call(of)
-        found[call.__name__] = copy.deepcopy(of)
+        for seed in SEEDS:
+            of: dict[str, Any] = states(seed)
+            call(of)
+            found[call.__name__, seed] = copy.deepcopy(of)
     return found
 
 
@@ -116,7 +119,7 @@ def main() -> None:
     for call, tensors in by_triton.items():
         for name, expected in tensors.items():
             assert torch.equal(here[call][name], expected), (call, name, here[call][name], expected)
-        print(call)
+        print(*call)
 
 
 if __name__ == "__main__":
