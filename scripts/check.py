@@ -1,9 +1,14 @@
-"""Run every check of the house in three lanes beside each other, and say how each went.
+"""Run every check of the house in lanes beside each other, and say how each went.
 
 `--lint` stops before the tests. Of the long tests each run takes a 32nd part, another one with each
 commit (scripts/long_slices.py); `--slice K` takes the Kth, `--long` all of them, and `--record`
 keeps how long they took. A failed check doesn't keep the next from running. What a check prints
 comes whole, when it ends.
+
+A run of all long tests takes hours, so the outcome of each check is kept when it ends, and so are
+its seconds; `--long --resume` runs only the checks that have not passed yet with the very files
+that are there now, and names the runs that the others passed in. Ctrl-C and SIGTERM end the tests
+that run, which print what has failed so far; no further check begins.
 
 Tests that failed are run once more, by themselves. One that passes then is flaky: the summary
 names it, the first failure's text stays in the output, and the check passes as long as no more
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,8 +33,9 @@ import textwrap
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -36,6 +43,7 @@ from xml.etree import ElementTree
 
 from kvmig.process.supervisor import how_it_ended
 from kvmig_tools.check.scenarios import LIFE, SCENARIOS
+from scripts.kept_outcomes import KeptOutcomes
 from scripts.long_slices import (
     SECONDS,
     SLICES,
@@ -46,6 +54,7 @@ from scripts.long_slices import (
     read_seconds,
     record_seconds,
 )
+from scripts.outcomes import Case, Outcome
 
 HERE = ROOT = Path(__file__).resolve().parent.parent
 """The plugins of a check's pytest are in HERE; what is checked is in ROOT, another in its tests."""
@@ -57,8 +66,9 @@ ENDS_WHOLE = (0, SOME_FAILED, NO_TESTS)
 """Statuses with which a process of pytest has come to its end."""
 TESTS_PER_FLAKY = 50
 SLOWEST = 30
-LANES = 3
-"""On two cores: there are always two that don't wait."""
+LANES, LONG_LANES = 3, 2
+"""On two cores: of a slice's lanes there are always two that don't wait. All long tests are on real
+servers mostly: with three lanes of those the load was 20 to 40, and starts ran out of time."""
 STACKS = re.compile(r"^(Timeout \(.*\)!|Fatal Python error: .*)$", re.MULTILINE)
 FRAME = re.compile(r"Timeout \(|Fatal Python error: |(Current t|T)hread 0x|  File |  \.\.\.|$")
 """How stacks begin, and each of their lines, as faulthandler prints them."""
@@ -123,14 +133,18 @@ FETCH = Check(
     ("python", "scripts/setup_env.py", "--dev", "--vllm", NEXT),
 )
 ADAPTER = ("pytest", "-q", "tests/engines/vllm/test_vllm_adapter.py")
-V2 = (*ADAPTER, "-p", "tests.support.runner_v2")
+ON_V2 = ("-p", "tests.support.quick_runner_v2")
+KERNELS_OF_V2 = "tests/bench/test_v2_on_cpu.py"
+V2 = (*ADAPTER, *ON_V2)
 KINDS = (
     "tests/engines/vllm/test_vllm_kinds.py",
     "tests/engines/vllm/test_vllm_lora.py",
     "tests/engines/vllm/test_vllm_offload.py",
 )
 ALL_ON_V2 = Check("all of the adapter on model runner V2", (*V2, *KINDS), marks="engine")
-NEXT_ON_V2 = Check(f"all of it on vLLM {NEXT}", (*V2, *KINDS), marks="engine", tree=NEXT)
+NEXT_ON_V2 = Check(
+    f"all of it on vLLM {NEXT}", (*V2, *KINDS, KERNELS_OF_V2), marks="engine", tree=NEXT
+)
 ALL_ON_NEXT = Check(
     f"all tests of the adapter on vLLM {NEXT}",
     # The test on a server takes another version's name; tests/e2e/test_serve_plugin_next.py serves.
@@ -148,7 +162,7 @@ CONFORMS_ON_NEXT = Check(
 )
 CONFORMS_ON_V2 = Check(
     "the conformance suite on model runner V2",
-    ("pytest", "-q", "-p", "tests.support.runner_v2", *CONFORMS),
+    ("pytest", "-q", *ON_V2, *CONFORMS),
     marks="not long",
 )
 HANDSHAKE = "every order of the handshake"
@@ -228,36 +242,7 @@ LONG_MARKED = (
 )
 LONG = (*LONG_MARKED, *LONG_AGAIN, *LONG_ORDERS)
 LONG_NAMES = frozenset(check.name for check in LONG)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One test as a JUnit report has it. how: passed, skipped or failed; why: of a skip."""
-
-    name: str
-    how: str
-    seconds: float
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How one check went. flaky: tests that passed only when run again.
-
-    processor_s: of its processes and of those that they waited for.
-    """
-
-    name: str
-    passed: bool
-    seconds: float
-    cases: Sequence[Case] = ()
-    flaky: Sequence[str] = ()
-    must_pass: bool = True
-    processor_s: float = 0.0
-    why: str = ""
-    """How its process ended, if not as processes of its kind do."""
-    stacks: str = ""
-    """Where its threads were then, if Python has printed it."""
+WITHOUT_TESTS = frozenset(check.name for check in LONG_ORDERS)
 
 
 @dataclass(frozen=True)
@@ -362,11 +347,17 @@ def after_retry(name: str, seconds: float, first: list[Case], again: list[Case])
 
 @dataclass
 class Runner:
-    """Runs checks, in threads of its user's; folder: for what they leave."""
+    """Runs checks, in threads of its user's; folder: for what they leave.
+
+    ended: called with each outcome, one at a time.
+    """
 
     folder: Path
     environment: dict[str, str]
-    _print: threading.Lock = field(default_factory=threading.Lock)
+    ended: Callable[[Outcome], object] = lambda _: None
+    _ending: threading.Lock = field(default_factory=threading.Lock)
+    _running: set[int] = field(default_factory=set)
+    _interrupted: bool = False
     _processor_s: defaultdict[Path, float] = field(default_factory=lambda: defaultdict(float))
 
     def lane(self, checks: Sequence[Check]) -> list[Outcome]:
@@ -375,17 +366,38 @@ class Runner:
 
     def run(self, check: Check) -> Outcome:
         """One check; its output is printed when it ends."""
+        if self._interrupted:
+            why = "it did not begin: the run was interrupted"
+            return Outcome(check.name, False, 0.0, must_pass=check.must_pass, why=why)
         folder = self.folder / check.name.replace(" ", "-")
         folder.mkdir()
         try:
             done = self._tested(check, folder) if check.marks else self._checked(check, folder)
             used = self._processor_s.pop(folder)
             stacks = stacks_in((folder / "output").read_text(errors="replace")) if done.why else ""
-            return replace(done, processor_s=used, stacks=stacks)
+            outcome = replace(done, processor_s=used, stacks=stacks)
         finally:
-            with self._print:
+            with self._ending:
                 sys.stdout.buffer.write((folder / "output").read_bytes())
                 sys.stdout.flush()
+        with self._ending:
+            print(f"=== {_line(outcome)}", flush=True)
+            self.ended(outcome)
+        return outcome
+
+    def begin_no_more(self) -> None:
+        """A signal's handler may call it."""
+        self._interrupted = True
+
+    def interrupt(self) -> None:
+        """End what runs, as Ctrl-C does, and begin nothing more. A signal's handler may call it."""
+        self.begin_no_more()
+        for process_id in tuple(self._running):
+            self._end(process_id)
+
+    def _end(self, process_id: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGINT)
 
     def _checked(self, check: Check, folder: Path) -> Outcome:
         began = time.monotonic()
@@ -441,7 +453,11 @@ class Runner:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+            self._running.add(process.pid)
+            if self._interrupted:  # just before it was there
+                self._end(process.pid)
             _, status, used = os.wait4(process.pid, 0)
+            self._running.discard(process.pid)
             process.returncode = os.waitstatus_to_exitcode(status)
             self._processor_s[folder] += used.ru_utime + used.ru_stime
             return process.returncode
@@ -467,11 +483,7 @@ def slowest_files(outcomes: Sequence[Outcome], most: int = SLOWEST // 2) -> list
 def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     """What is said at the end. seconds: of all, from the first check's start."""
     cases = [case for outcome in outcomes for case in outcome.cases]
-    states = [
-        f"  {_state(one):8}{one.name} ({_times(one)}){one.why and f': {one.why}'}"
-        for one in outcomes
-    ]
-    lines = ["", "=== Summary", *states]
+    lines = ["", "=== Summary", *(f"  {_line(one)}" for one in outcomes)]
     for one in outcomes:
         if one.stacks:
             lines += [f"Where {one.name} ended:", textwrap.indent(one.stacks, "  ")]
@@ -527,51 +539,103 @@ def long_tests(outcomes: Sequence[Outcome], number: int | None) -> str:
     return "\n".join(lines)
 
 
-def record_long_tests(outcomes: Sequence[Outcome]) -> None:
-    """Keep how long each long test took; one that was skipped takes nothing."""
-    record_seconds(
-        (outcome.name, case.name, case.seconds)
-        for outcome in outcomes
-        if outcome.name in LONG_NAMES
-        for case in outcome.cases or [Case("", "passed", outcome.seconds)]
-    )
+def taken_over(earlier: Iterable[Outcome]) -> str:
+    """The checks that don't run again, and which runs they passed in."""
+    lines = [f"\n  {_line(one)}" for one in earlier]
+    return "=== Taken over, for no file has changed since:" + ("".join(lines) or " nothing")
 
 
-def _times(outcome: Outcome) -> str:
-    return f"{outcome.seconds:.0f} s, {outcome.processor_s:.0f} s of a core"
+def record_long_tests(outcomes: Iterable[Outcome], whole: bool) -> None:
+    """Keep how long each long test took that didn't fail; one that was skipped takes nothing.
+
+    whole: the checks ran all their tests.
+    """
+    for outcome in outcomes:
+        if outcome.name not in LONG_NAMES or outcome.why:
+            continue
+        cases: Sequence[Case] = outcome.cases
+        if outcome.passed and outcome.name in WITHOUT_TESTS:
+            cases = [Case("", "passed", outcome.seconds)]
+        tests = [(one.name, None if one.how == "failed" else one.seconds) for one in cases]
+        if tests:
+            record_seconds(outcome.name, tests, whole)
 
 
-def _state(outcome: Outcome) -> str:
-    if outcome.passed:
-        return "ok"
-    return "FAILED" if outcome.must_pass else "told"
+def without(
+    parts: Iterable[tuple[Check, ...]], earlier: Iterable[Outcome]
+) -> list[tuple[Check, ...]]:
+    """What is left for lanes to run. earlier: outcomes that are taken over."""
+    names = {one.name for one in earlier}
+    left = (tuple(check for check in part if check.name not in names) for part in parts)
+    return [part for part in left if part]
 
 
-def main() -> int:
+def _line(outcome: Outcome) -> str:
+    state = "ok" if outcome.passed else "FAILED" if outcome.must_pass else "told"
+    times = f"{outcome.seconds:.0f} s, {outcome.processor_s:.0f} s of a core"
+    earlier = outcome.taken_from and f", {outcome.taken_from}"
+    return f"{state:8}{outcome.name} ({times}{earlier}){outcome.why and f': {outcome.why}'}"
+
+
+def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """arguments: of the command line, if not this process's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lint", action="store_true", help="no tests")
     long = parser.add_mutually_exclusive_group()
     long.add_argument("--long", action="store_true", help="all long tests, not a part")
     long.add_argument("--slice", type=int, choices=range(SLICES), help="which part of them")
+    parser.add_argument("--resume", action="store_true", help="with --long: what has not passed")
     parser.add_argument("--record", action="store_true", help=f"write {SECONDS.name}")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.resume and not options.long:
+        parser.error("--resume goes on with a run of --long, which isn't asked for")
+    return options
+
+
+def run_checks(runner: Runner, number: int | None, earlier: Sequence[Outcome]) -> list[Outcome]:
+    """number: of the slice of the long tests; None: all of them. earlier: is taken over."""
+    seconds = read_seconds()
+    slices = assign_slices(seconds)
+    part = LONG if number is None else part_of_long(slices, number)
+    parts = order_of(part, slices.seconds_of(seconds, number))
+    with ThreadPoolExecutor(LONG_LANES if number is None else LANES) as pool:
+        lanes = pool.map(runner.lane, without(parts, earlier))
+        beside = [outcome for lane in lanes for outcome in lane]
+    alone = [outcome for lane in without([ALONE], earlier) for outcome in runner.lane(lane)]
+    return [*earlier, *beside, *alone]
+
+
+def main() -> int:
+    options = options_of()
     began = time.monotonic()
+    kept = KeptOutcomes(ROOT) if options.long else None
+    earlier: list[Outcome] = []
+    if kept is not None and options.resume:
+        earlier = [one for one in kept.passed() if one.name != FETCH.name]  # its folder may be gone
+        print(taken_over(earlier), flush=True)
+        if options.record:
+            record_long_tests(earlier, whole=True)
+
+    def ended(outcome: Outcome) -> None:
+        if kept is not None and (why := kept.keep(outcome)):
+            print(f"How {outcome.name} went isn't kept: {why}", flush=True)
+        if options.record and options.long:
+            record_long_tests([outcome], whole=True)
+
     with tempfile.TemporaryDirectory(prefix="kvmig-check-") as folder:
-        runner = Runner(Path(folder), LONG_ENVIRONMENT if options.long else ENVIRONMENT)
+        runner = Runner(Path(folder), LONG_ENVIRONMENT if options.long else ENVIRONMENT, ended)
+        # Ctrl-C also reaches what runs: a second one would keep fixtures from ending their servers.
+        signal.signal(signal.SIGINT, lambda *_: runner.begin_no_more())
+        signal.signal(signal.SIGTERM, lambda *_: runner.interrupt())
         if options.lint:
             outcomes = runner.lane(LINT)
         else:
             number = number_of_commit(ROOT) if options.slice is None else options.slice
-            slices = assign_slices(read_seconds())
-            part = LONG if options.long else part_of_long(slices, number)
-            taken = slices.seconds_of(read_seconds(), None if options.long else number)
-            parts = order_of(part, taken)
-            with ThreadPoolExecutor(LANES) as pool:
-                beside = [outcome for part in pool.map(runner.lane, parts) for outcome in part]
-            outcomes = [*beside, *runner.lane(ALONE)]
-            if options.record:
-                record_long_tests(outcomes)
-            print(long_tests(outcomes, None if options.long else number))
+            which = None if options.long else number
+            outcomes = run_checks(runner, which, earlier)
+            print(long_tests(outcomes, which))
+            if options.record and which is not None:  # until here they say what the slice holds
+                record_long_tests(outcomes, whole=False)
     print(closing(outcomes, time.monotonic() - began), flush=True)
     return 0 if all(one.passed or not one.must_pass for one in outcomes) else 1
 

@@ -1,15 +1,16 @@
 """Which part of the long tests a run of the check takes: another 32nd with each commit.
 
-Tests that share a file and a parametrisation share an engine or a server, so they stay together as
-a group; so do all of some files. `tests/long_seconds.json` has how long each group took when all
-long tests last ran (`python -m scripts.check --long --record`), by which slices take about as long
-as each other. A group that the file doesn't have is in one of the slices in which its check runs
-anyway.
+Tests that share an engine or a server stay together as a group: those of a file with the same
+parameters, with the same part of them, or all. `tests/long_seconds.json` has how long each group
+took when it was last recorded (`python -m scripts.check --long --record`), by which slices take
+about as long as each other. A group that the file doesn't have is in one of the slices in which its
+check runs anyway.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -22,16 +23,37 @@ SECONDS = Path(__file__).resolve().parent.parent / "tests" / "long_seconds.json"
 WHOLE_FILES = frozenset(
     {
         "test_balloon",
+        "test_browser_fleet",
+        "test_browser_playground",
+        "test_fleet_workers",
+        "test_ray_serve",
+        "test_serve_fleet_fits",
+        "test_serve_fleet_isolation",
         "test_serve_fleet_ledger",
-        "test_serve_gpus",
         "test_serve_kinds",
+        "test_serve_moves",
         "test_serve_plugin_kinds",
         "test_serve_prompt_kills",
         "test_serve_session_kills",
+        "test_serve_transformers",
+        "test_serve_upgrade",
         "test_vllm_connectors",
+        "test_vllm_sizes",
     }
 )
 """All tests of these share a server, or its engines, whatever their parameters."""
+OF_ENGINES = re.compile("async|sync")
+SHARED = {
+    "test_serve_gpus": re.compile("source|destination"),  # kills of all would be half an hour
+    "test_serve_zoo": re.compile("(?!greedy|seeded).*?(?=-greedy|-seeded|$)"),
+    "test_vllm_adapter": OF_ENGINES,
+    "test_vllm_gate": OF_ENGINES,
+    "test_vllm_kinds": OF_ENGINES,
+    "test_vllm_offload": OF_ENGINES,
+    "test_vllm_rerun": OF_ENGINES,
+}
+"""Tests of these whose parameters begin alike share a server, or its engines. The other parameters
+of these files stand for themselves."""
 START_S = 15.0
 """Of a check's process in a slice, whatever it runs: imports and the collection of tests."""
 Seconds = Mapping[str, Mapping[str, float]]
@@ -69,14 +91,19 @@ class LongSlices:
 
 
 def group_of(test: str) -> str:
-    """The file's name and the parameters, wherever the file lies.
+    """The file's name and the parameters, or what of them is shared, wherever the file lies.
 
     test: as pytest names it, a/b.py::NAME[PARAMETERS], or as its reports do, a.b::NAME[PARAMETERS].
     """
     file, _, name = test.partition("::")
     _, bracket, parameters = name.partition("[")
     stem = file.removesuffix(".py").replace("/", ".").rpartition(".")[2]
-    return stem if stem in WHOLE_FILES else f"{stem}{bracket}{parameters}"
+    if stem in WHOLE_FILES:
+        return stem
+    parameters = parameters.removesuffix("]")
+    if stem in SHARED and (shared := SHARED[stem].match(parameters)):
+        parameters = shared[0]
+    return f"{stem}[{parameters}]" if bracket else stem
 
 
 def file_of(group: str) -> str:
@@ -85,7 +112,14 @@ def file_of(group: str) -> str:
 
 
 def assign_slices(seconds: Seconds) -> LongSlices:
-    """Slices that take about as long as each other; equal ones for equal seconds."""
+    """Slices that take about as long as each other; equal ones for equal seconds.
+
+    Each slice that has something of a check starts its process, so a group goes to the fullest one
+    of its check that it still fits into. If it fits into none, it goes to the shortest of all.
+    """
+    tests_s = sum(sum(some.values()) for some in seconds.values())
+    # A slice starts one check at least, and each check ends in the midst of a slice.
+    full = (tests_s + START_S * (SLICES + sum(map(bool, seconds.values())))) / SLICES
     sums = [0.0] * SLICES
     numbers: defaultdict[str, dict[str, int]] = defaultdict(dict)
     groups = [
@@ -97,9 +131,10 @@ def assign_slices(seconds: Seconds) -> LongSlices:
             total - minus + (0.0 if number in homes else START_S)
             for number, total in enumerate(sums)
         ]
-        least = ends.index(min(ends))
-        sums[least] = ends[least]
-        numbers[check][group] = least
+        fits = sorted(number for number in homes if ends[number] <= full)
+        number = max(fits, key=ends.__getitem__) if fits else ends.index(min(ends))
+        sums[number] = ends[number]
+        numbers[check][group] = number
     return LongSlices(numbers)
 
 
@@ -109,16 +144,26 @@ def read_seconds() -> Seconds:
     return found
 
 
-def record_seconds(tests: Iterable[tuple[str, str, float]]) -> None:
-    """tests: check, name and seconds of each."""
-    sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for check, test, took in tests:
-        sums[check][group_of(test)] += took
-    rounded = {
-        check: {group: round(took, 1) for group, took in sorted(groups.items())}
-        for check, groups in sorted(sums.items())
-    }
-    SECONDS.write_text(json.dumps(rounded, indent=1) + "\n")
+def record_seconds(check: str, tests: Iterable[tuple[str, float | None]], whole: bool) -> None:
+    """Keep how long a check's groups took.
+
+    tests: with their seconds; None: it failed, and its group keeps those that it had. whole: the
+    check has no other tests, so groups that it had are gone.
+    """
+    sums: defaultdict[str, float] = defaultdict(float)
+    failed: set[str] = set()
+    for test, took in tests:
+        if took is None:
+            failed.add(group_of(test))
+        else:
+            sums[group_of(test)] += took
+    known = read_seconds()
+    before = known.get(check, {})
+    kept = {group: took for group, took in before.items() if not whole or group in failed}
+    new = {group: round(took, 1) for group, took in sums.items() if group not in failed}
+    known = dict(sorted({**known, check: dict(sorted({**kept, **new}.items()))}.items()))
+    (made := SECONDS.with_suffix(".new")).write_text(json.dumps(known, indent=1) + "\n")
+    made.replace(SECONDS)  # a test of a lane beside may be reading it
 
 
 def number_of_commit(folder: Path) -> int:
@@ -127,12 +172,12 @@ def number_of_commit(folder: Path) -> int:
     Of a shallow clone, which doesn't know how many commits there were, one by the commit's name; 0
     without git.
     """
-    if _ask_git(folder, "rev-parse", "--is-shallow-repository") == "true":
-        return int(_ask_git(folder, "rev-parse", "HEAD"), 16) % SLICES
-    return int(_ask_git(folder, "rev-list", "--count", "--first-parent", "HEAD") or 0) % SLICES
+    if ask_git(folder, "rev-parse", "--is-shallow-repository") == "true":
+        return int(ask_git(folder, "rev-parse", "HEAD"), 16) % SLICES
+    return int(ask_git(folder, "rev-list", "--count", "--first-parent", "HEAD") or 0) % SLICES
 
 
-def _ask_git(folder: Path, *words: str) -> str:
+def ask_git(folder: Path, *words: str) -> str:
     """What git answers; empty where there is no git, or no repository."""
     try:
         done = subprocess.run(

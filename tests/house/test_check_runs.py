@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from scripts import check, long_slices
-from scripts.check import ENVIRONMENT, Check, Outcome, Runner, closing, run_of, stacks_in
+from scripts.check import ENVIRONMENT, Check, Runner, closing, run_of, stacks_in
+from scripts.outcomes import Outcome
 
 LAST = "tests/test_a.py::test_b"
 REPORT = (

@@ -21,6 +21,7 @@ from scripts.long_slices import (
     number_of_commit,
     read_seconds,
 )
+from scripts.outcomes import Case, Outcome
 from tests.support import long_slice
 
 NAMES = st.text("abc", min_size=1, max_size=4)
@@ -72,10 +73,19 @@ def test_the_same_seconds_give_the_same_slices_in_whatever_order_they_come(
 
 
 @given(SECONDS)
-def test_slices_take_about_as_long_as_each_other(seconds: dict[str, dict[str, float]]) -> None:
+def test_no_slice_is_longer_than_the_mean_by_more_than_a_group_and_a_start(
+    seconds: dict[str, dict[str, float]],
+) -> None:
     sums = seconds_of(assign_slices(seconds), seconds)
     longest = max((took for some in seconds.values() for took in some.values()), default=0.0)
-    assert max(sums) - min(sums) <= longest + 2 * START_S
+    assert max(sums) <= sum(sums) / SLICES + longest + START_S + 1e-6
+
+
+def test_a_check_of_many_small_groups_is_started_by_as_few_slices_as_hold_it() -> None:
+    seconds = {name: {f"t{at}": 1.0 for at in range(100)} for name in ("a", "b", "c", "d")}
+    slices = assign_slices(seconds)
+    homes = [len(slices.homes_of(name)) for name in seconds]
+    assert sum(homes) <= SLICES + len(seconds)
 
 
 def test_the_slices_as_recorded_differ_by_a_minute_at_most() -> None:
@@ -113,10 +123,39 @@ def test_seconds_are_recorded_of_checks_that_there_are() -> None:
     assert set(read_seconds()) <= check.LONG_NAMES
 
 
+def test_seconds_are_recorded_of_groups_as_tests_have_them() -> None:
+    for groups in read_seconds().values():
+        for group in groups:
+            file, bracket, parameters = group.partition("[")
+            assert group == (group and group_of(f"{file}.py::test_a{bracket}{parameters}"))
+
+
 def test_tests_of_a_file_and_a_parametrisation_stay_together_wherever_the_file_lies() -> None:
     assert group_of("tests/engines/test_zoo.py::test_a[llama3]") == "test_zoo[llama3]"
     assert group_of("tests.test_zoo::test_b[llama3]") == "test_zoo[llama3]"
     assert group_of("tests/test_moves.py::test_a") == "test_moves"
+
+
+@pytest.mark.parametrize(
+    ("test", "group"),
+    [
+        ("test_serve_gpus.py::test_killed[source resolving]", "test_serve_gpus[source]"),
+        ("test_serve_gpus.py::test_killed[destination scattering in a copy]",
+         "test_serve_gpus[destination]"),
+        ("test_serve_gpus.py::test_moves[async]", "test_serve_gpus[async]"),
+        ("test_serve_gpus.py::test_parked", "test_serve_gpus"),
+        ("test_serve_zoo.py::test_moved[qwen3-moe-seeded]", "test_serve_zoo[qwen3-moe]"),
+        ("test_serve_zoo.py::test_drained[qwen3-moe]", "test_serve_zoo[qwen3-moe]"),
+        ("test_vllm_adapter.py::test_a[async-greedy]", "test_vllm_adapter[async]"),
+        ("test_vllm_kinds.py::test_a[sync]", "test_vllm_kinds[sync]"),
+        ("test_vllm_rerun.py::test_a[other]", "test_vllm_rerun[other]"),
+        ("test_serve_upgrade.py::test_a[greedy]", "test_serve_upgrade"),
+    ],
+)  # fmt: skip
+def test_tests_stay_together_by_the_part_of_their_parameters_that_shares_a_server(
+    test: str, group: str
+) -> None:
+    assert group_of(f"tests/e2e/{test}") == group
 
 
 def test_a_run_takes_the_tests_of_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,25 +184,67 @@ def chosen_of(name: str, number: int, tests: list[str]) -> list[str]:
     return [one.nodeid for one in items]
 
 
-def test_how_long_each_group_took_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(long_slices, "SECONDS", tmp_path / "long_seconds.json")
-    cases = [
-        check.Case("tests.test_a::one", "passed", 1.0),
-        check.Case("tests.test_a::two", "passed", 2.0),
-    ]
-    name, whole = check.LONG[0].name, check.LONG_ORDERS[0].name
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty file of seconds."""
+    (file := tmp_path / "long_seconds.json").write_text("{}")
+    monkeypatch.setattr(long_slices, "SECONDS", file)
+    return file
+
+
+LONG, ORDERS = check.LONG[0].name, check.LONG_ORDERS[0].name
+
+
+def cases_of(*tests: str, how: str = "passed", seconds: float = 1.0) -> list[Case]:
+    return [Case(f"tests.test_a::{test}", how, seconds) for test in tests]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_how_long_each_group_took_is_recorded() -> None:
     outcomes = [
-        check.Outcome(name, True, 9.0, cases),
-        check.Outcome(whole, True, 7.0),
-        check.Outcome("ruff check", True, 1.0),
+        Outcome(LONG, True, 9.0, [*cases_of("one"), *cases_of("two", seconds=2.0)]),
+        Outcome(ORDERS, True, 7.0),
+        Outcome("ruff check", True, 1.0),
     ]
-    check.record_long_tests(outcomes)
-    assert read_seconds() == {name: {"test_a": 3.0}, whole: {"": 7.0}}
+    check.record_long_tests(outcomes, whole=True)
+    assert read_seconds() == {LONG: {"test_a": 3.0}, ORDERS: {"": 7.0}}
     said = check.long_tests(outcomes, 4)
     assert f"slice 4 of {long_slices.SLICES}" in said
-    assert f"{name}: test_a (2)" in said
+    assert f"{LONG}: test_a (2)" in said
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_slice_records_its_own_groups_and_leaves_the_others() -> None:
+    check.record_long_tests([Outcome(LONG, True, 0.0, cases_of("a[x]", "a[y]"))], whole=True)
+    check.record_long_tests([Outcome(LONG, True, 0.0, cases_of("a[x]", seconds=5.0))], whole=False)
+    assert read_seconds() == {LONG: {"test_a[x]": 5.0, "test_a[y]": 1.0}}
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_check_that_ran_whole_forgets_groups_that_are_gone() -> None:
+    check.record_long_tests([Outcome(LONG, True, 0.0, cases_of("a[x]", "a[y]"))], whole=True)
+    check.record_long_tests([Outcome(LONG, True, 0.0, cases_of("a[x]"))], whole=True)
+    assert read_seconds() == {LONG: {"test_a[x]": 1.0}}
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_group_with_a_failed_test_keeps_the_seconds_that_it_had() -> None:
+    check.record_long_tests([Outcome(LONG, True, 0.0, cases_of("a[x]", "a[y]"))], whole=True)
+    failed = cases_of("a[x]", "b[z]", how="failed", seconds=300.0)
+    outcome = Outcome(LONG, False, 0.0, [*failed, *cases_of("a[y]", seconds=2.0)])
+    check.record_long_tests([outcome], whole=True)
+    assert read_seconds() == {LONG: {"test_a[x]": 1.0, "test_a[y]": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [Outcome(LONG, False, 0.0, cases_of("a[x]"), why="killed by SIGKILL"),
+     Outcome(LONG, True, 3.0), Outcome(ORDERS, False, 3.0)],
+    ids=["ended in its midst", "no tests", "failed"],
+)  # fmt: skip
+def test_what_did_not_run_to_its_end_records_nothing(recorded: Path, outcome: Outcome) -> None:
+    check.record_long_tests([outcome], whole=True)
+    assert recorded.read_text() == "{}"
 
 
 # -- which slice a commit takes

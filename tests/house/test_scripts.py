@@ -26,6 +26,7 @@ from scripts import (
     setup_env,
 )
 from scripts.headlines import HEADLINES, Headline, Source
+from scripts.outcomes import Case, Outcome
 
 RESULT = """{
   "summary": {"downtime_ratio": 1.2345, "tokens": 12000},
@@ -148,15 +149,15 @@ def test_skipped_tests_are_told_with_their_reasons_and_slow_ones_with_their_time
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     cases = [*check.cases_of(report), *check.cases_of(tmp_path / "never-written.xml")]
-    told = check.closing([check.Outcome("tests", False, 3.0, cases)], 4.0).splitlines()
+    told = check.closing([Outcome("tests", False, 3.0, cases)], 4.0).splitlines()
     assert "  tests.b::late: needs a GPU" in told
     assert told[told.index("Slowest tests:") + 1] == "      2.0 s  tests.a::bad"
     assert told[told.index("Slowest files:") + 1] == "      2.5 s  tests.a (tests)"
     assert told[-1] == "FAILED: tests; tests: 1 passed, 1 failed, 1 skipped; 4 s."
 
 
-def cases(how: str, *names: str) -> list[check.Case]:
-    return [check.Case(name, how, 1.0) for name in names]
+def cases(how: str, *names: str) -> list[Case]:
+    return [Case(name, how, 1.0) for name in names]
 
 
 STEADY = cases("passed", *(f"t{number}" for number in range(49)))
@@ -186,13 +187,13 @@ def test_one_that_passes_when_run_again_is_flaky_and_told() -> None:
     ids=["fails again", "fails in its teardown", "is not run again", "is skipped", "too many"],
 )
 def test_a_check_fails_whose_failures_are_more_than_a_hiccup(
-    failed: list[str], again: list[check.Case]
+    failed: list[str], again: list[Case]
 ) -> None:
     outcome = check.after_retry("tests", 9.0, [*STEADY, *cases("failed", *failed)], again)
     assert not outcome.passed
 
 
-def run_tests(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> check.Outcome:
+def run_tests(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Outcome:
     """One check over one file of tests."""
     (folder / "test_some.py").write_text(body)
     monkeypatch.setattr(check, "ROOT", folder)
@@ -282,13 +283,13 @@ def test_every_test_is_picked_by_one_check() -> None:
 
 
 def test_the_closing_line_names_what_failed() -> None:
-    outcomes = [check.Outcome("mypy", False, 3.0), check.Outcome("ruff", True, 1.0)]
+    outcomes = [Outcome("mypy", False, 3.0), Outcome("ruff", True, 1.0)]
     last = check.closing(outcomes, 3.0).splitlines()[-1]
     assert last == "FAILED: mypy; tests: 0 passed, 0 failed, 0 skipped; 3 s."
 
 
 def test_a_check_that_only_reports_fails_nothing() -> None:
-    told = check.closing([check.Outcome("newest", False, 3.0, must_pass=False)], 3.0)
+    told = check.closing([Outcome("newest", False, 3.0, must_pass=False)], 3.0)
     assert "  told    newest (3 s, 0 s of a core)" in told
     assert told.endswith("All checks passed; tests: 0 passed, 0 failed, 0 skipped; 3 s.")
 
