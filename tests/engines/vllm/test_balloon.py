@@ -262,12 +262,12 @@ async def test_no_request_arrives_where_memory_is_owed(both: Pair) -> None:
 async def test_an_engine_without_memory_for_what_waits_does_not_spin(both: Pair) -> None:
     await resized(both.a, 2)
     both.submit(both.a, "one", LONG, max_tokens=2)
-    began, steps, cpu = time.monotonic(), 0, time.process_time()
+    began, steps, cpu = time.monotonic(), 0, time.thread_time()  # others' threads compute, too
     while time.monotonic() - began < 0.5:
         both.a.step()
         steps += 1
     assert steps <= 15
-    assert time.process_time() - cpu < 0.1
+    assert time.thread_time() - cpu < 0.1
     await resized(both.a, BLOCKS)
     await both.finish("one")
 

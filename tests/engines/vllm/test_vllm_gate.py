@@ -241,6 +241,11 @@ class Threaded:
             else:
                 time.sleep(0.001)
 
+    def processor_s(self) -> float:
+        """Of its thread: those that other tests have left in this process compute, too."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
     def stop(self) -> None:
         self.stopped.set()
         self.core.wake()
@@ -261,9 +266,9 @@ async def test_a_held_engine_still_takes_requests_aborts_and_calls_and_doesnt_sp
     held = Threaded(pair.a)
     try:
         core = pair.a.core
-        before, cpu = len(pair.outputs["one"].tokens), time.process_time()
+        before, cpu = len(pair.outputs["one"].tokens), held.processor_s()
         await asyncio.sleep(0.5)
-        assert time.process_time() - cpu < 0.1, "it spins"
+        assert held.processor_s() - cpu < 0.1, "it spins"
         assert core.call(lambda: 7).result(1.0) == 7
         export = await pair.a.engine.export("one")
         assert export.num_tokens == len(PROMPT) + before
