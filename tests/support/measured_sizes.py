@@ -14,9 +14,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from kvmig.engines.vllm.compat import planning
+from kvmig.engines.vllm import compat
 from kvmig.engines.vllm.kind import VllmKind
 from tests.support.zoo import SERVING_FLAGS, make
+
+PLANNING: Any = vars(compat)["planning"]
+"""vLLM's module, which has another name from 0.33 on."""
 
 
 def measure(kind: VllmKind, family: str, folder: Path) -> dict[str, Any]:
@@ -38,11 +41,11 @@ def measure(kind: VllmKind, family: str, folder: Path) -> dict[str, Any]:
     block = cache.kv_cache_tensors[0].size // cache.num_blocks
     specs = core.model_executor.get_kv_cache_specs()
     need = sizes.request + sizes.reserved
-    by_model = getattr(planning, "get_global_kv_cache_groups", None)  # from 0.33 on
+    by_model = getattr(PLANNING, "get_global_kv_cache_groups", None)  # from 0.33 on
     groups = [] if by_model is None else [by_model(core.vllm_config, specs)]
-    taken = planning.get_kv_cache_configs(core.vllm_config, specs, [need], *groups)[0]
+    taken = PLANNING.get_kv_cache_configs(core.vllm_config, specs, [need], *groups)[0]
     try:
-        planning.get_kv_cache_configs(core.vllm_config, specs, [need - block], *groups)
+        PLANNING.get_kv_cache_configs(core.vllm_config, specs, [need - block], *groups)
         refused = ""
     except ValueError as error:
         refused = str(error)
