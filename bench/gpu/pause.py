@@ -122,9 +122,10 @@ def record(
     result.summary, targets = summarise(found, {HERE: wrong})
     result.summary |= {f"stage_gb_s_{one['load']}": float(one["gb_s"]) for one in stages}
     for one in stages:
-        # What the stage would do if the host let the GPU wait for nothing.
-        if gather_ms := one["parts"]["gather_device"]:
-            result.summary[f"stage_gpu_gb_s_{one['load']}"] = one["bytes"] / gather_ms / 1e6
+        # What the stage would do if neither GPU waited for a host.
+        copies = (one["parts"][f"{what}_device"] or 0.0 for what in ("gather", "scatter"))
+        if device_ms := max(copies):
+            result.summary[f"stage_gpu_gb_s_{one['load']}"] = one["bytes"] / device_ms / 1e6
     if options.device == "cuda":
         stage = {f"stage_gb_s_{one['load']}": {"min": STAGE_GB_S} for one in stages}
         result.targets = targets | stage

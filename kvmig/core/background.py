@@ -86,6 +86,19 @@ async def cancel_tasks(*tasks: asyncio.Future[Any] | None) -> None:
             log.error("%r failed when it was cancelled", task, exc_info=error)
 
 
+async def await_end(work: asyncio.Future[Any]) -> None:
+    """Wait until the work has ended, however often the caller is cancelled meanwhile; then raise
+    CancelledError if it was. What the work has raised is its owner's to look at."""
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+
+
 def answer_call(
     future: Future[Value],
     call: Callable[[], Value],

@@ -426,7 +426,8 @@ class Engine(Protocol):
     ) -> list[int]:
         """Copy `fused` [n * block_bytes] into blocks [n]; returns n checksums of what was read.
 
-        Of no blocks, and `CopySums`: see `gather`.
+        Of no blocks, while copies are under way (the request's own, too), and `CopySums`: see
+        `gather`. A call that is cancelled ends when no copy is at the blocks any more.
         """
         ...
 

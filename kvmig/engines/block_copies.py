@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmig.core.background import answer_call
+from kvmig.core.background import answer_call, await_end
 from kvmig.core.errors import RequestGone
 from kvmig.core.layout import BlockRegion, KVLayout, fused
 from kvmig.kernels.copy import address_of, backend, checksum_fused, start_copy
@@ -116,13 +116,17 @@ class BlockCopies:
         self._thread.close()
 
     async def _on_thread(self, copy: Callable[[], list[int]], urgent: bool) -> list[int]:
-        work = asyncio.wrap_future(self._thread.submit(copy, urgent))
-        # A cancelled caller frees the blocks next: the copy must have left them first.
+        submitted = self._thread.submit(copy, urgent)
+        work = asyncio.wrap_future(submitted)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            await asyncio.wait([work])
+            # The caller frees the blocks next: a copy that has begun must have left them first.
+            if not submitted.cancel():
+                await await_end(work)
             raise
+        finally:
+            del submitted, work  # an error keeps this frame, which would keep error and buffer
 
 
 class CopyThread:

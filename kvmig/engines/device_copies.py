@@ -46,7 +46,8 @@ class DeviceCopies:
     priority; one thread copies, one at a time.
 
     When a copy returns or raises, the GPU has left its blocks and its buffer, except after a
-    TimeoutError. Raises KvmigError when the device fails.
+    TimeoutError: then the engine's next steps and the next copies wait for it on the GPU, since its
+    blocks may be theirs. Raises KvmigError when the device fails.
     """
 
     def __init__(
@@ -169,7 +170,15 @@ class DeviceCopies:
                 self._stream.settle()
             except TimeoutError:
                 self._unsettled.append(buffer)
+                self._put_off(self._stream)
                 raise
+
+    def _put_off(self, stuck: SideStream) -> None:
+        """Let steps and copies that may be given the blocks of its copy write them after it."""
+        self._marks.put_off_steps(stuck)
+        for stream in self._streams:
+            if stream is not stuck:
+                stuck.precede(stream.handle)
 
     def _start(
         self, passes: Iterable[CopyPass], buffer: int, between_gpus: bool = False
@@ -233,6 +242,8 @@ class StepMarks:
 
     def __init__(self, device: CudaDriver, overlap: bool) -> None:
         self._device = device
+        self._stream: int | None = None
+        """The engine's, once a step was recorded."""
         self._events: deque[int] = deque()
         for _ in range(2 if overlap else 1):
             try:
@@ -245,6 +256,7 @@ class StepMarks:
         """Record a call, on the engine's thread; `stream`: where it queued its work."""
         self._device.record(self._events[0], stream)
         self._events.rotate(-1)
+        self._stream = stream
 
     def precede(self, stream: int) -> None:
         """Let what `stream` gets from now on come after all steps whose outputs are known.
@@ -252,6 +264,12 @@ class StepMarks:
         From any thread: an event that is recorded again meanwhile is only a later one.
         """
         self._device.wait(stream, self._events[0])
+
+    def put_off_steps(self, copies: SideStream) -> None:
+        """Let the steps that are launched from now on come after what `copies` has queued; from any
+        thread."""
+        if self._stream is not None:
+            copies.precede(self._stream)
 
     def close(self) -> None:
         """No step and no copy may follow."""

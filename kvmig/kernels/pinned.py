@@ -1,7 +1,8 @@
 """Mappings of the host that a GPU's kernels reach: their pages are pinned once in a process.
 
-A mapping stays mapped as long as it is pinned, even when its owner has closed it. Engines of one
-process that use the same mapping share its pin, which holds for all GPUs.
+A mapping stays mapped as long as it is pinned, even when its owner has closed it: then the next
+copy unpins it (`leave`). Engines of one process that use the same mapping share its pin, which
+holds for all GPUs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import weakref
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from threading import Lock
@@ -65,6 +67,15 @@ class _SharedPins:
 _shared = _SharedPins()
 
 
+_left: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+"""Mappings with views left, whose owners have closed them, by their ids."""
+
+
+def leave(mapping: mmap.mmap) -> None:
+    """Note that its owner closes a mapping: each `PinnedMemory` unpins it when it is used next."""
+    _left[id(mapping)] = mapping
+
+
 def _take_pages(mapping: mmap.mmap) -> None:
     """Have the mapping's pages there before they are pinned, huge ones where the kernel allows it.
 
@@ -97,6 +108,8 @@ class PinnedMemory:
 
     def has(self, buffer: memoryview) -> bool:
         """Whether the buffer is pinned now: it is if it lies in a mapping that can be."""
+        for left in [known for known in self._known if known in _left]:
+            self._drop(self._known.pop(left))
         mapping = buffer.obj
         if not isinstance(mapping, mmap.mmap):
             return False

@@ -40,6 +40,11 @@ class SideStream:
                 raise TimeoutError(f"copies on a side stream are not done after {timeout_s:g} s")
             time.sleep(0 if spent < _SPIN_S else _POLL_S)
 
+    def precede(self, stream: int) -> None:
+        """Let what another stream gets from now on come after the work that the last `settle` has
+        waited for."""
+        self._device.wait(stream, self._end)
+
     def took_ms(self) -> float:
         """Time from `begin` to the end that `settle` has waited for, by the device's clock."""
         return self._device.elapsed_ms(self._begin, self._end)

@@ -1,8 +1,8 @@
 """The destination's session: one migration into this instance, from Reserve to the first token.
 
 It runs a `DestinationMachine` against an engine. Everything goes through one mailbox, and an engine
-call is over before the next message is looked at. However the session ends, nothing is left but
-the request, if it was committed.
+call is over before the machine gets the next message; only the copy of the next chunk may have
+begun (`landing`). However the session ends, nothing is left but the request, if it was committed.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
 from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import MigrationRefused, PeerError, TransportError
-from kvmig.engines.base import HOLE, CameBlocks, Engine, RequestExport, RequestTail, device_ms_of
+from kvmig.engines.base import HOLE, CameBlocks, Engine, RequestExport, RequestTail
 from kvmig.engines.identity import difference
 from kvmig.kvtransfer.context import LlumletPort
 from kvmig.kvtransfer.destination_machine import (
     Action,
     DestinationMachine,
+    DestinationState,
     FreeBlocks,
     ReserveBlocks,
     RunRequest,
@@ -30,6 +32,7 @@ from kvmig.kvtransfer.destination_machine import (
     SendAnswer,
     SourceMessage,
 )
+from kvmig.kvtransfer.landing import ChunkLandings
 from kvmig.kvtransfer.mailbox import CancelMigration
 from kvmig.kvtransfer.messages import Chunk, FirstToken, Reserve, Reserved
 from kvmig.kvtransfer.session import MigrationSession
@@ -95,12 +98,18 @@ class DestinationSession(MigrationSession[Event, Action]):
         """The request's own, in their order; HOLE where none is kept."""
         self._payload: Sequence[memoryview] = ()
         """The bytes of the present message."""
+        self._landings = ChunkLandings(self._engine, context.clock, self._timeout_s)
         self._fence: asyncio.Future[bool] | None = None
         """The answer that is due once the present event is dealt with."""
         self._committed_at = 0.0
         self.deliver(SourceEvent(reserve, ()))
 
     # -- events
+
+    def deliver(self, event: Event) -> None:
+        """Take an event. The copy of a chunk may begin at once, behind the present one."""
+        super().deliver(event)
+        self._begin_next()
 
     def first_token(self) -> None:
         """Inform the source that the request's first step here has ended."""
@@ -118,8 +127,8 @@ class DestinationSession(MigrationSession[Event, Action]):
                     actions = self._hear(CancelMigration("timeout"))
                 await self._deal_with(actions)
         except BaseException:  # a cancellation, or what nothing here was made for
-            if not self.machine.ended:
-                await self._engine.cancel(self.request_id)
+            if not self.machine.committed_here:
+                await self._free_blocks()
             raise
         finally:
             await self._take_late()
@@ -167,18 +176,17 @@ class DestinationSession(MigrationSession[Event, Action]):
             case ReserveBlocks(export) if export is not None:
                 return await self._open(export)
             case ScatterChunk(chunk):
-                began = self._context.clock()
-                came = await self._receive(chunk)
-                async with self._in_time():
-                    sums = await self._engine.scatter(came.block_ids, came.fused, chunk.urgent)
-                came.check(sums)  # raises MigrationRefused if the chunk came changed
-                ms = (self._context.clock() - began) * 1e3
-                return self.machine.scattered(chunk, ms, device_ms_of(sums))
+                if self._landings:
+                    self._begin_next()
+                else:
+                    self._begin(chunk, self._payload)
+                ms, device_ms = await self._landings.finish()
+                return self.machine.scattered(chunk, ms, device_ms)
             case RunRequest(tail, last):
-                came_along = None if last is None else await self._receive(last)
+                came_along = None if last is None else await self._receive(last, self._payload)
                 return await self._commit(tail, came_along)
             case FreeBlocks():
-                await self._engine.cancel(self.request_id)
+                await self._free_blocks()
             case SendAnswer(message):
                 self._answer(message)
         return []
@@ -206,23 +214,51 @@ class DestinationSession(MigrationSession[Event, Action]):
         async with self._in_time():
             self._blocks = await self._engine.grow(self.request_id, num_tokens)
 
-    async def _receive(self, chunk: Chunk) -> CameBlocks:
+    async def _free_blocks(self) -> None:
+        """Free what the engine holds for the request, which no copy is at any more."""
+        await self._landings.call_off()
+        await self._engine.cancel(self.request_id)
+
+    # -- chunks
+
+    def _begin_next(self) -> None:
+        """Begin with the chunk that comes next, if it may follow the present one: not one of the
+        pause, which goes before other copies, nor one that there is no room for yet. A refusal of
+        more room frees what is there, which the present copy is at."""
+        if self.machine.state is not DestinationState.SCATTERING:
+            return
+        match self._mailbox.first:
+            case SourceEvent(Chunk(urgent=False) as chunk, payload):
+                has_room = self._end(_places(chunk)) <= len(self._blocks)
+                if has_room and self._landings.can_follow(chunk):
+                    self._begin(chunk, payload)
+
+    def _begin(self, chunk: Chunk, payload: Sequence[memoryview]) -> None:
+        self._landings.begin(chunk, partial(self._receive, chunk, payload), self._begin_next)
+
+    async def _receive(self, chunk: Chunk, payload: Sequence[memoryview]) -> CameBlocks:
         """The chunk's bytes, and blocks for them. Raises PeerError if they can't be blocks."""
         layout, count = self._engine.layout, len(chunk.checksums)
         if count == 0 or chunk.nbytes != count * layout.block_bytes or self._inbox is None:
             raise PeerError(f"{chunk.nbytes} bytes can't be {count} blocks")
-        places = chunk.places or range(chunk.first, chunk.first + count)
+        places = _places(chunk)
         if len(places) != count or min(places) < 0:
             raise PeerError(f"{count} blocks can't be at places {list(places)}")
-        end = max(places) // layout.tables + 1
-        if end * layout.tables > len(self._blocks):
-            await self._grow(end * layout.block_tokens)
+        if (end := self._end(places)) > len(self._blocks):
+            await self._grow(end // layout.tables * layout.block_tokens)
         block_ids = [self._blocks[place] if place < len(self._blocks) else HOLE for place in places]
         if HOLE in block_ids:
             raise MigrationRefused("no_blocks", f"none is kept at places {list(places)}")
         async with self._in_time():
-            fused = await self._inbox.receive(chunk, self._payload[0] if self._payload else None)
+            fused = await self._inbox.receive(chunk, payload[0] if payload else None)
         return CameBlocks(chunk.first, block_ids, fused, chunk.checksums)
+
+    def _end(self, places: Sequence[int]) -> int:
+        """How many places the request must have for blocks at these: all tables grow alike."""
+        tables = self._engine.layout.tables
+        return (max(places, default=-1) // tables + 1) * tables
+
+    # -- the end
 
     async def _commit(self, tail: RequestTail, last: CameBlocks | None) -> list[Action]:
         """Run the request. Raises MigrationRefused if the host or the engine refuses."""
@@ -260,3 +296,8 @@ class DestinationSession(MigrationSession[Event, Action]):
         except TransportError as error:
             # The source asks again, or the arbiter does; nothing here depends on it.
             log.warning("%s: %s: %s", self.machine.key, type(message).__name__, error)
+
+
+def _places(chunk: Chunk) -> Sequence[int]:
+    """Positions of the chunk's blocks in the request."""
+    return chunk.places or range(chunk.first, chunk.first + len(chunk.checksums))

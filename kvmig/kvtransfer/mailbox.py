@@ -46,6 +46,11 @@ class EventMailbox(Generic[E, A]):
         self._events.append(event)
         self.news.set()
 
+    @property
+    def first(self) -> E | None:
+        """The event that is read next; None: there is none."""
+        return self._events[0] if self._events else None
+
     def take_event(self) -> E | None:
         """Take out the next event; None: there is none."""
         return self._events.popleft() if self._events else None

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from bench.cold import part_medians
 from bench.gpu import fleet, pause, plain
-from bench.gpu.device import SKIPPED
+from bench.gpu.device import SKIPPED, options_of
+from bench.pause import COLD, HERE, PauseSample
+from bench.report import begin
+from kvmig.kvtransfer.report import StageParts
 
 CPU = ["--device", "cpu", "--quick"]
 
@@ -49,6 +54,33 @@ def test_pauses_are_measured_and_a_stage_is_drawn(tmp_path: Path) -> None:
     assert summary["stage_gb_s_0"] > 0
     pictures = [(tmp_path / f"pause-stage-{load}.svg").read_text() for load in (0, 1)]
     assert all("gather" in one and "scatter" in one for one in pictures)
+
+
+def a_move(number: int) -> PauseSample:
+    """All its times are 1 ms."""
+    names = [field.name for field in fields(PauseSample)[3:-1]]
+    times: dict[str, Any] = dict.fromkeys(names, 1.0)
+    return PauseSample(HERE, 0, number, **times)
+
+
+@pytest.mark.parametrize(
+    ("gather_ms", "scatter_ms", "gb_s"), [(2.0, 0.5, 50.0), (0.5, 4.0, 25.0), (None, None, None)]
+)
+def test_a_stages_slower_copy_bounds_what_the_gpus_would_do_by_themselves(
+    tmp_path: Path, gather_ms: float | None, scatter_ms: float | None, gb_s: float | None
+) -> None:
+    """A CPU says nothing of itself."""
+    file = tmp_path / "pause.json"
+    parts = StageParts(1.0, 10.0, 1.0, 10.0, gather_ms, scatter_ms)
+    result = begin("gpu pause", {})
+    result.samples.append(
+        {"what": "stage", "load": 0, "bytes": 100_000_000, "gb_s": 5.0, "parts": to_builtins(parts)}
+    )
+    moves = [a_move(number) for number in (COLD, COLD + 1)]
+    pause.record(result, options_of("", ["--out", str(file)]), moves, 0)
+    summary = json.loads(file.read_text())["summary"]
+    assert summary.get("stage_gpu_gb_s_0") == gb_s
+    assert (summary["stage_gb_s_0"], summary["moves_0"]) == (5.0, 1)
 
 
 @pytest.mark.parametrize("part", [plain, fleet, pause])

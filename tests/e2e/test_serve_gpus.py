@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from bench.chaos.answers import LAST_DIGITS
-from bench.gpu import kill, serving, sharing
+from bench.gpu import kill, pause, serving, sharing
 from kvmig.kvtransfer import destination_machine, source_machine
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.patience import SERVER_PATIENCE_S
@@ -319,6 +319,25 @@ def test_the_benchmark_of_two_models_in_a_unit_keeps_within_the_arena(
     assert found == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
     assert (result["summary"]["unfinished"], result["summary"]["over_arena_bytes"]) == (0, 0)
     assert result["summary"]["ratio"] > 0
+
+
+def test_the_benchmark_of_the_pause_says_what_a_stage_would_do_if_the_gpus_never_waited(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pause, "MOST_S", 600.0)  # tests share their machine
+    Orders(Path(nursery.environment[gpu_nursery.ORDERS])).environment({})
+    file = tmp_path / "pause.json"
+    assert pause.main(["--quick", "--out", str(file)], [*SMALL, OVERLAPPING], nursery) == 0
+    result = json.loads(file.read_text())
+    stages = {one["load"]: one for one in result["samples"] if one["what"] == "stage"}
+    assert sorted(stages) == [0, 1]
+    for load, stage in stages.items():
+        assert stage["transport"] == "cuda-ipc"
+        parts = stage["parts"]
+        device_ms = max(parts["gather_device"], parts["scatter_device"])
+        found = result["summary"][f"stage_gpu_gb_s_{load}"]
+        assert found == pytest.approx(stage["bytes"] / device_ms / 1e6)
+        assert "of it on the GPU" in (tmp_path / f"pause-stage-{load}.svg").read_text()
 
 
 # -- other ways to run an engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from kvmig.core.errors import KvmigError
 from kvmig.kernels.pinned import PinnedMemory
 from kvmig.kernels.side_stream import SideStream
+from kvmig.kvtransfer.transports.host_memory import unmap
 from tests.support import fake_gpu
 from tests.support.fake_gpu import FakeGpu
 
@@ -82,6 +84,25 @@ def test_of_many_mappings_those_used_last_are_pinned() -> None:
     pins.close()
     for mapping in mappings:
         mapping.close()
+
+
+def test_a_mapping_that_its_owner_has_closed_is_unmapped_at_the_next_use_by_all_that_pin_it() -> (
+    None
+):
+    """As a source's that was killed: /dev/shm would fill up with those of each of its starts."""
+    gpu, mapping, other = FakeGpu(), mmap.mmap(-1, mmap.PAGESIZE), mmap.mmap(-1, mmap.PAGESIZE)
+    engines, there = [PinnedMemory(gpu), PinnedMemory(gpu)], weakref.ref(mapping)
+    for pins in engines:
+        assert pins.has(memoryview(mapping))
+    unmap(mapping)
+    del mapping
+    for pins, left in zip(engines, (1, 0), strict=True):
+        assert pins.has(memoryview(other))
+        assert fake_gpu.held()["pinned"] == left + 1
+        assert (there() is None) == (not left)
+    for pins in engines:
+        pins.close()
+    other.close()
 
 
 def test_a_mapping_that_cannot_be_pinned_is_tried_once() -> None:

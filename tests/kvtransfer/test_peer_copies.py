@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from ctypes import c_size_t, c_ubyte, c_void_p
 from threading import Event, Thread
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from kvmig.engines.block_copies import BlockPlan, HostCopies
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_WITHOUT_TMA, TMA_RUN, load
 from kvmig.kernels.api import FinishedWork
 from kvmig.kernels.arrays import memory_of
+from kvmig.kernels.call_memory import QueuedCall
 from kvmig.kernels.gpu import GpuKernels
 from kvmig.kernels.side_stream import SideStream
 from kvmig.kvtransfer.messages import Chunk
@@ -238,3 +243,65 @@ def test_memory_is_never_unmapped_under_a_copy_that_does_not_end(
     source.settle_copies()
     assert source.gpu.read(address, source.size) == source.blocks(IDS[:1])
     source.forget_copies()
+
+
+class StuckScatter(NamedTuple):
+    """A scatter that was given up after its time: it writes IDS's blocks to INTO once `go_on` is
+    set. A step was recorded on the stream `engine` before."""
+
+    go_on: Event
+    engine: int
+
+
+@pytest.fixture
+def stuck(source: GpuEnd, monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckScatter]:
+    data, gate = buffer_for(source), Event()
+    source.copies.gather(IDS, data)
+    engine = source.gpu.new_stream()
+    source.copies.after_step(engine)
+    with monkeypatch.context() as patch:
+        settle, wait = SideStream.settle, QueuedCall.wait
+        patch.setattr(SideStream, "settle", lambda stream: settle(stream, 0.05))
+        patch.setattr(QueuedCall, "wait", lambda call: wait(call, 0.05))
+        source.queue_copy(lambda: gate.wait(20))
+        with pytest.raises(TimeoutError, match=r"not done after 0\.05 s"):
+            source.copies.scatter(INTO, data)
+    yield StuckScatter(gate, engine)
+    gate.set()
+    source.gpu.finish(engine)
+    source.gpu.destroy_stream(engine)
+    source.forget_copies()
+
+
+def first_run(end: GpuEnd, number: int) -> int:
+    """The address of a block's first run."""
+    region = end.cache.layout.regions[0]
+    return region.base + number * region.block_stride
+
+
+def test_a_step_comes_after_a_scatter_that_did_not_end_in_time(
+    source: GpuEnd, stuck: StuckScatter
+) -> None:
+    """The migration has been given up, and the step's request has got its blocks."""
+    gpu, address = source.gpu, first_run(source, INTO[0])
+    filled = c_void_p(address), c_ubyte(7), c_size_t(RUNS[0])
+    gpu.call("cuMemsetD8Async", *filled, c_void_p(stuck.engine))
+    time.sleep(0.1)
+    stuck.go_on.set()
+    gpu.settle()
+    assert gpu.read(address, RUNS[0]) == bytes([7]) * RUNS[0]
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_another_copy_comes_after_a_scatter_that_did_not_end_in_time(
+    source: GpuEnd, stuck: StuckScatter, urgent: bool
+) -> None:
+    other = memoryview(mmap.mmap(-1, source.size))
+    other[:] = bytes([9]) * source.size
+    copy = Thread(target=source.copies.scatter, args=([INTO[0]], other, urgent))
+    copy.start()
+    time.sleep(0.1)
+    stuck.go_on.set()
+    copy.join(20)
+    source.gpu.settle()
+    assert source.gpu.read(first_run(source, INTO[0]), RUNS[0]) == bytes([9]) * RUNS[0]

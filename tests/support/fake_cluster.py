@@ -16,7 +16,7 @@ from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.migrations import MigrationSessions
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.transports.select import open_staging
+from kvmig.kvtransfer.transports.select import TransportSite, open_staging
 from kvmig.rpc.codec import Frame
 from kvmig.rpc.messages import Hello, RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
@@ -41,6 +41,7 @@ class Node(LlumletPort):
         self.stagings = open_staging(
             *(config.transport, "test", name, config.staging_buffers),
             slot_bytes(config.chunk_bytes, engine.layout),
+            TransportSite(gpu=engine.layout.gpu),
         )
         self.migrations = MigrationSessions(
             name,

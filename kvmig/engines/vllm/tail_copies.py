@@ -13,6 +13,7 @@ from concurrent.futures import Future, wait
 
 from msgspec.structs import replace
 
+from kvmig.core.background import await_end
 from kvmig.engines.base import CameBlocks, RequestTail
 from kvmig.engines.block_copies import BlockCopies
 
@@ -58,10 +59,13 @@ class TailGather:
 
 
 async def _ended(copy: Future[list[int]]) -> None:
-    """Wait for the copy's end, which comes by itself in any case (`SideStream.settle`)."""
-    ended, _ = await asyncio.wait([asyncio.wrap_future(copy)])
-    for one in ended:
-        one.exception()  # whoever wants its result raises it
+    """Wait for the copy's end, which comes by itself in any case (`SideStream.settle`), also if the
+    caller is cancelled meanwhile: it frees the blocks next."""
+    work = asyncio.wrap_future(copy)
+    try:
+        await await_end(work)
+    finally:
+        work.exception()  # whoever wants its result raises it
 
 
 class LastBlocks:

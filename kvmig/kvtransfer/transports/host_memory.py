@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 
+from kvmig.kernels import pinned
 from kvmig.kvtransfer.transports.base import StagingPool, TransportChannel
 
 
@@ -49,6 +49,9 @@ class HostChannel(TransportChannel):
 
 
 def unmap(memory: mmap.mmap) -> None:
-    """Unmap now; while a copy still reads it, with the last view and the owner's reference."""
-    with contextlib.suppress(BufferError):
+    """Unmap now; while a copy still reads it, or it is pinned, with the last view and the owner's
+    reference."""
+    try:
         memory.close()
+    except BufferError:
+        pinned.leave(memory)
