@@ -85,13 +85,14 @@ async def test_one_that_ends_or_says_what_nobody_reads_is_started_again(
 
 
 async def test_one_that_hangs_is_ended_and_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cluster_watch, "SILENCE_S", 0.2)
     monkeypatch.setattr(cluster_watch, "END_S", 0.2)
     bench = WatchBench(tmp_path, monkeypatch, "time.sleep(60)")
-    await until(lambda: bench.taken == [None])
+    await until(lambda: bench.taken == [None, None])
     await cancel_tasks(bench.task)
+    assert "nothing was reported for 0.2 s" in caplog.text
 
 
 async def test_a_cluster_that_can_not_be_joined_is_tried_again(

@@ -26,6 +26,7 @@ from kvmig.fleet.spec import InstanceCounts, ModelSpec, number_in
 from kvmig.fleet.tables import StoreError
 from tests.support.fleet_api import Api, said
 from tests.support.fleet_stores import Place
+from tests.support.model_bench import shown, watched_of
 
 
 @pytest.fixture
@@ -40,6 +41,12 @@ async def add_model(api: Api, name: str = "qwen") -> None:
     body = {"name": name, "source": f"path:{api.folder}", "engine": "toy"}
     status, _ = await api.ask("POST", "models", body)
     assert status == 201
+
+
+async def last_noted(api: Api) -> dict[str, Any]:
+    """The newest row of the audit."""
+    (row,) = (await api.ask("GET", "audit?limit=1"))[1]["data"]
+    return dict(row)
 
 
 async def test_a_command_is_refused_unless_the_fleet_was_started_for_that(api: Api) -> None:
@@ -91,12 +98,7 @@ async def test_each_worker_says_what_it_has_for_another_instance(api: Api) -> No
     status, found = await api.ask("GET", "why-not/qwen")
     (node,) = found["nodes"]
     assert (status, found["state"], found["need_bytes"], found["gpus"]) == (200, "zero", 1 << 27, 0)
-    assert (node["node"], node["chosen"], node["score"], node["refusals"]) == (
-        "local",
-        True,
-        100,
-        [],
-    )
+    assert node == node | {"node": "local", "chosen": True, "score": 100, "refusals": []}
     run_here(api, memory=1 << 50)
     _, found = await api.ask("GET", "why-not/qwen")
     (node,) = found["nodes"]
@@ -110,16 +112,14 @@ async def test_why_an_instance_is_on_its_worker_is_shown_as_it_was_decided(
     monkeypatch.setattr("kvmig.fleet.deployments.RETRY_S", 60.0)
     await add_model(api)
     run_here(api, instances=InstanceCounts(min=1))
-    model = api.models.shown("qwen")
-    assert model is not None
-    assert model.watched is not None
-    await model.watched.looked.wait()  # there is no deployment that would say anything
+    watched = watched_of(api.models, "qwen")
+    await watched.looked.wait()  # there is no deployment that would say anything
     assert said(await api.ask("GET", "why/qwen?instance=i0")) == (
         404,
         "model qwen has no instance 'i0', there are: none",
     )
     rows = tuple(InstanceRow(id=one, state="serving") for one in ("i0", "i7"))
-    model.watched.told = DeploymentEvent(0, data=rows)
+    watched.told = DeploymentEvent(0, data=rows)
     _, found = await api.ask("GET", "why/qwen?instance=i0")
     (node,) = found["decision"]["nodes"]
     assert (found["worker"], node["node"], node["chosen"]) == ("local", "local", True)
@@ -134,19 +134,15 @@ async def test_both_deployments_of_a_model_that_rolls_out_are_shown_with_what_th
     monkeypatch.setattr("kvmig.fleet.deployments.RETRY_S", 60.0)
     await add_model(api)
     run_here(api, instances=InstanceCounts(min=1))
-    own = api.models.shown("qwen")
-    assert own is not None
-    before = own.wanted.spec
+    before = shown(api.models, "qwen").wanted.spec
     spec = msgspec.structs.replace(before, flags=("--seed", "1"))
     stored = StoredRollout(begun(RolloutTerms(), 1, 2, 0.0), before)
     api.models.take_catalogue([CatalogEntry("m1", "qwen", 2, True, spec, stored)])
     api.models.reconcile()
-    new = api.models.shown("qwen@2")
-    assert new is not None
-    assert new.watched is not None
+    watched = watched_of(api.models, "qwen@2")
     monkeypatch.setattr(ManagedModel, "held", {"GPU-0": 3})
-    await new.watched.looked.wait()
-    new.watched.told = DeploymentEvent(0, data=(InstanceRow(id="i3", state="serving"),))
+    await watched.looked.wait()
+    watched.told = DeploymentEvent(0, data=(InstanceRow(id="i3", state="serving"),))
     for name in ("qwen", "qwen@2"):
         _, found = await api.ask("GET", f"why/{name}?instance=i3")
         assert (found["model"], found["instance"]) == ("qwen@2", "i3")
@@ -154,8 +150,8 @@ async def test_both_deployments_of_a_model_that_rolls_out_are_shown_with_what_th
         404,
         "model qwen has no instance 'i0', there are: i3 of qwen@2",
     )
-    _, shown = await api.ask("GET", "models/qwen")
-    assert [one["bytes"] for one in shown["gpus"]] == [6]
+    _, row = await api.ask("GET", "models/qwen")
+    assert [one["bytes"] for one in row["gpus"]] == [6]
 
 
 async def test_a_change_that_waits_for_the_next_start_is_named_in_the_answer(
@@ -164,8 +160,7 @@ async def test_a_change_that_waits_for_the_next_start_is_named_in_the_answer(
     monkeypatch.setattr("kvmig.fleet.deployments.RETRY_S", 60.0)
     await add_model(api)
     run_here(api, instances=InstanceCounts(min=1))
-    model = api.models.shown("qwen")
-    assert model is not None
+    model = shown(api.models, "qwen")
     assert model.note is not None
     body = {"fleet": {"models": [msgspec.to_builtins((await api.backend.row("qwen")).spec)]}}
     assert (await api.ask("POST", "apply", body))[1]["at_next_start"] == []
@@ -221,11 +216,8 @@ async def test_limits_of_a_key_are_changed_one_by_one_and_noted(api: Api) -> Non
     grant = api.keys.find(made["key"])
     assert grant is not None
     assert (grant.rpm, grant.tpm) == (None, 9)
-    _, rows = await api.ask("GET", "audit?limit=1")
-    assert (rows["data"][0]["before"], rows["data"][0]["after"]) == (
-        {"rpm": 5, "tpm": None},
-        {"rpm": None, "tpm": 9},
-    )
+    row = await last_noted(api)
+    assert (row["before"], row["after"]) == ({"rpm": 5, "tpm": None}, {"rpm": None, "tpm": 9})
 
 
 async def test_quotas_of_models_are_given_with_a_key_and_changed_by_their_names(api: Api) -> None:
@@ -239,11 +231,8 @@ async def test_quotas_of_models_are_given_with_a_key_and_changed_by_their_names(
     assert (status, row["terms"]["quotas"]) == (200, quotas)
     status, row = await api.ask("PATCH", path, {"quotas": {"qwen": None}})
     assert (status, row["terms"]["quotas"]) == (200, {})
-    _, rows = await api.ask("GET", "audit?limit=1")
-    assert (rows["data"][0]["before"], rows["data"][0]["after"]) == (
-        {"quotas": quotas},
-        {"quotas": {}},
-    )
+    row = await last_noted(api)
+    assert (row["before"], row["after"]) == ({"quotas": quotas}, {"quotas": {}})
 
 
 async def test_a_users_limits_come_to_all_keys_and_are_noted(api: Api) -> None:
@@ -257,9 +246,9 @@ async def test_a_users_limits_come_to_all_keys_and_are_noted(api: Api) -> None:
         grant = api.keys.find(key)
         assert grant is not None
         assert (grant.quota, grant.user_limits.quota, grant.user_limits.period) == (None, 9, "day")
-    _, rows = await api.ask("GET", "audit?limit=1")
-    noted = [rows["data"][0][when]["limits"]["quota"] for when in ("before", "after")]
-    assert (rows["data"][0]["object"], noted) == ("bea", [None, 9])
+    row = await last_noted(api)
+    noted = [row[when]["limits"]["quota"] for when in ("before", "after")]
+    assert (row["object"], noted) == ("bea", [None, 9])
 
 
 @pytest.mark.parametrize(
@@ -297,8 +286,7 @@ async def test_a_call_from_elsewhere_needs_an_admins_key(api: Api) -> None:
         headers = {FORWARDED: "10.0.0.9", "authorization": f"Bearer {key}"}
         statuses.append((await api.ask("POST", "users", {"name": "carl"}, **headers))[0])
     assert statuses == [401, 401, 403, 201]
-    _, rows = await api.ask("GET", "audit?limit=1")
-    (row,) = rows["data"]
+    row = await last_noted(api)
     assert (row["address"], row["object"]) == ("10.0.0.9", "carl")
     assert row["actor"].startswith("admin (")
 
@@ -390,10 +378,8 @@ async def test_old_rows_of_the_ledger_are_deleted_by_an_admins_order(api: Api) -
     answer = await api.ask("POST", "usage/prune", order, **bearing(admin))
     assert answer == (200, {"before": "2026-01-01", "rows": 1, "more": False})
     assert await api.ask("GET", "usage") == (200, before)
-    _, rows = await api.ask("GET", "audit?limit=1")
-    assert [(one["actor"][:7], one["action"]) for one in rows["data"]] == [
-        ("admin (", "usage.prune")
-    ]
+    row = await last_noted(api)
+    assert (row["actor"][:7], row["action"]) == ("admin (", "usage.prune")
 
 
 @pytest.mark.parametrize("day", ["9999-01-01", "2026-02-30", "90d"])

@@ -23,6 +23,11 @@ EVENTS_S = 0.2
 """Between what a deployment does and the event that says so."""
 
 
+def answer(writer: asyncio.StreamWriter, value: object, status: bytes = b"200 OK") -> None:
+    body = msgspec.json.encode(value)
+    writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body)
+
+
 class Deployment:
     """Answers orders at once and tells of them later, as one does."""
 
@@ -58,10 +63,8 @@ class Deployment:
                     self._list(writer)
                     continue
                 if path == "/kvmig/v1/model":
-                    body = b'{"id": "m", "reach": {"tokens": 4096, "longest": 64, "media": false}}'
-                    writer.write(
-                        b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-                    )
+                    reach = {"tokens": 4096, "longest": 64, "media": False}
+                    answer(writer, {"id": "m", "reach": reach})
                     continue
                 if self.deaf:
                     return
@@ -86,10 +89,7 @@ class Deployment:
                     self.rows = [one if one.id != name else about[0] for one in self.rows]
                 if self.loses_answers:
                     return
-                body = msgspec.json.encode({"object": "list", "data": about})
-                writer.write(
-                    b"HTTP/1.1 201 Created\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-                )
+                answer(writer, {"object": "list", "data": about}, b"201 Created")
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the client is gone
         finally:
@@ -98,8 +98,7 @@ class Deployment:
     def _list(self, writer: asyncio.StreamWriter) -> None:
         model = {"id": "m", "created": 17, "owned_by": "vllm", "max_model_len": 4096, "root": "/x"}
         adapter = {"id": "a", "created": 18, "owned_by": "vllm", "parent": "m"}
-        body = msgspec.json.encode({"object": "list", "data": [adapter, model]})
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        answer(writer, {"object": "list", "data": [adapter, model]})
 
     async def _events(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not reader.at_eof():
@@ -113,50 +112,52 @@ class Deployment:
 
 
 @pytest.fixture
-async def deployment(tmp_path: Path) -> AsyncIterator[tuple[Deployment, DeploymentWatcher]]:
-    made, socket = Deployment(), str(tmp_path / "d.sock")
-    async with await asyncio.start_unix_server(made.accept, socket):
-        watched = DeploymentWatcher(socket, lambda: None, term=17)
-        await asyncio.wait_for(watched.looked.wait(), 10)
-        yield made, watched
-        await watched.close()
-        await asyncio.gather(*made.handlers)
+def deployment() -> Deployment:
+    return Deployment()
+
+
+@pytest.fixture
+async def watched(deployment: Deployment, tmp_path: Path) -> AsyncIterator[DeploymentWatcher]:
+    """A watcher that has heard of the deployment."""
+    socket = str(tmp_path / "d.sock")
+    async with await asyncio.start_unix_server(deployment.accept, socket):
+        made = DeploymentWatcher(socket, lambda: None, term=17)
+        await asyncio.wait_for(made.looked.wait(), 10)
+        yield made
+        await made.close()
+        await asyncio.gather(*deployment.handlers)
 
 
 async def test_instances_that_were_added_are_told_of_when_the_order_returns(
-    deployment: tuple[Deployment, DeploymentWatcher],
+    watched: DeploymentWatcher,
 ) -> None:
-    _, watched = deployment
     await watched.add(2)
     assert [one.id for one in watched.told.data] == ["i0", "i1", "i2", "i3"]
 
 
 async def test_an_instance_that_drains_is_told_as_such_when_the_order_returns(
-    deployment: tuple[Deployment, DeploymentWatcher],
+    watched: DeploymentWatcher,
 ) -> None:
-    _, watched = deployment
     await watched.drain("i1")
     assert [one.state for one in watched.told.data] == ["serving", "draining"]
 
 
 async def test_a_deployment_that_does_not_tell_what_it_was_ordered_is_given_up_in_time(
-    deployment: tuple[Deployment, DeploymentWatcher], monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, watched: DeploymentWatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, watched = deployment
-    made.silent = True
+    deployment.silent = True
     monkeypatch.setattr("kvmig.fleet.deployments.TOLD_S", 0.3)
     with pytest.raises(StartupError, match=r"does not report i2 within 0\.3 s"):
         await watched.add(1)
 
 
 async def test_after_an_order_without_an_answer_another_contact_shows_what_is_there(
-    deployment: tuple[Deployment, DeploymentWatcher], monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, watched: DeploymentWatcher
 ) -> None:
-    made, watched = deployment
     await watched.settle()
     assert watched.token == OrderToken(17, 1)
     watched.note_unanswered()
-    made.rows = [InstanceRow(id="i9", state="serving")]
+    deployment.rows = [InstanceRow(id="i9", state="serving")]
     await watched.settle()
     assert watched.token == OrderToken(17, 2)
     assert [one.id for one in watched.told.data] == ["i9"]
@@ -165,10 +166,9 @@ async def test_after_an_order_without_an_answer_another_contact_shows_what_is_th
 
 
 async def test_without_another_contact_nothing_is_known(
-    deployment: tuple[Deployment, DeploymentWatcher], monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, watched: DeploymentWatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, watched = deployment
-    made.silent = True
+    deployment.silent = True
     monkeypatch.setattr("kvmig.fleet.deployments.TOLD_S", 0.1)
     watched.note_unanswered()
     for _ in range(2):
@@ -177,55 +177,50 @@ async def test_without_another_contact_nothing_is_known(
 
 
 async def test_one_that_is_followed_no_more_is_asked_for_nothing(
-    deployment: tuple[Deployment, DeploymentWatcher],
+    watched: DeploymentWatcher,
 ) -> None:
-    _, watched = deployment
     await watched.close()
     with pytest.raises(StartupError, match="it has ended"):
         await watched.drain("i0")
 
 
 async def test_a_deployment_whose_event_can_not_be_read_is_followed_on(
-    deployment: tuple[Deployment, DeploymentWatcher], caplog: pytest.LogCaptureFixture
+    deployment: Deployment, watched: DeploymentWatcher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made, watched = deployment
-    made.nonsense = 1
+    deployment.nonsense = 1
     await until(lambda: not watched.told.data)
-    made.rows = made.rows[:1]
+    deployment.rows = deployment.rows[:1]
     await until(lambda: [one.id for one in watched.told.data] == ["i0"])
     assert "could not be taken" in caplog.text
 
 
 async def test_a_deployment_that_serves_is_asked_what_its_model_is_like(
-    deployment: tuple[Deployment, DeploymentWatcher],
+    watched: DeploymentWatcher,
 ) -> None:
-    _, watched = deployment
     await until(lambda: watched.card)
     reach = ModelReach(4096, 64, media=False)
     assert watched.card == ModelCard(created=17, owned_by="vllm", max_model_len=4096, reach=reach)
 
 
 async def test_an_order_has_the_token_of_the_contact_that_it_was_decided_by(
-    deployment: tuple[Deployment, DeploymentWatcher],
+    deployment: Deployment, watched: DeploymentWatcher
 ) -> None:
-    made, watched = deployment
     await watched.add(1)
     await watched.drain("i1")
-    assert made.tokens == [("events", "17.1"), ("instances", "17.1"), ("i1", "17.1")]
+    assert deployment.tokens == [("events", "17.1"), ("instances", "17.1"), ("i1", "17.1")]
 
 
 async def test_after_an_order_without_an_answer_another_contact_begins(
-    deployment: tuple[Deployment, DeploymentWatcher],
+    deployment: Deployment, watched: DeploymentWatcher
 ) -> None:
     """The order may be carried out late, and then what is known is too old for another one."""
-    made, watched = deployment
-    made.deaf = True
+    deployment.deaf = True
     with pytest.raises(StartupError, match="it doesn't answer"):
         await watched.add(1)
-    made.deaf = False
+    deployment.deaf = False
     await until(lambda: watched.serving)
     await watched.add(1)
-    assert made.tokens == [
+    assert deployment.tokens == [
         ("events", "17.1"), ("instances", "17.1"), ("events", "17.2"), ("instances", "17.2"),
     ]  # fmt: skip
 
@@ -234,23 +229,22 @@ RESTART = RollStep("i1", RolledStart("--max-num-seqs=8"))
 
 
 async def test_an_order_of_which_only_the_answer_got_lost_is_found_carried_out(
-    deployment: tuple[Deployment, DeploymentWatcher],
+    deployment: Deployment, watched: DeploymentWatcher
 ) -> None:
-    made, watched = deployment
-    made.loses_answers = True
+    deployment.loses_answers = True
     await watched.restart(RESTART)
     assert watched.told.data[1].flags == "--max-num-seqs=8"
     assert await watched.add(2) == {"i2", "i3"}
     await watched.drain("i1")
     assert watched.told.data[1].state == "draining"
-    assert [word for word, _ in made.tokens if word != "events"] == ["restart", "instances", "i1"]
+    orders = [word for word, _ in deployment.tokens if word != "events"]
+    assert orders == ["restart", "instances", "i1"]
 
 
 async def test_of_an_order_that_nobody_carries_out_it_is_known_that_it_never_will_be(
-    deployment: tuple[Deployment, DeploymentWatcher],
+    deployment: Deployment, watched: DeploymentWatcher
 ) -> None:
-    made, watched = deployment
-    made.deaf = True
+    deployment.deaf = True
     for order in (watched.restart(RESTART), watched.drain("i1"), watched.add(1)):
         with pytest.raises(OrderUnanswered, match="it doesn't answer"):
             await order

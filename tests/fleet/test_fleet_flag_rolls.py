@@ -14,12 +14,10 @@ from kvmig.fleet.autoscale import ScalingDecision
 from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher, OrderUnanswered
 from kvmig.fleet.flag_rolls import RolledStart, RollStep
-from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
-from kvmig.fleet.orders import DeployedPrograms, DeploymentEnded
+from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.rollout import RolloutPlan, RolloutTerms, begun, paused, resumed
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
-from kvmig.proxy.messages import ModelWanted
 from tests.support.model_bench import Bench, deployed, silence, spec
 
 COUNTS = InstanceCounts(max=4)
@@ -44,9 +42,7 @@ class RollBench(Bench):
             InstanceRow(id=f"i{at}", state="serving", blocks_total=1000, flags=one)
             for at, one in enumerate(flags)
         ]
-        model = self.models.shown("a")
-        assert model is not None
-        model.scaling = ScalingDecision(len(flags), changed_at=self.now)
+        self.named().scaling = ScalingDecision(len(flags), changed_at=self.now)
         self.show()
 
     def show(self) -> None:
@@ -81,10 +77,8 @@ class RollBench(Bench):
             self.show()
             self.demand()
             self.turn(1)
-            model = self.models.shown("a")
-            assert model is not None
-            if model.ordering is not None:
-                await model.ordering
+            if (ordering := self.named().ordering) is not None:
+                await ordering
 
     @property
     def flags(self) -> list[str]:
@@ -110,8 +104,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(DeploymentWatcher, "drain", drain)
     monkeypatch.setattr("kvmig.fleet.instance_orders.PAUSE_S", 0.0)
     made.change(OLD, revision=1)
-    made.models.take_want(ModelWanted("a"))
-    made.turn()
+    made.want("a")
     made.has("")
     made.turn(1)
     yield made
@@ -151,9 +144,7 @@ async def test_an_only_instance_hands_its_streams_to_one_more_that_goes_again_la
 async def test_without_room_for_one_more_it_waits(
     bench: RollBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = bench.models.shown("a")
-    assert model is not None
-    full = HostCapacity(model.claim, 0)
+    full = HostCapacity(bench.named().claim, 0)
     monkeypatch.setattr(bench.models.memory, "host", lambda: full)
     roll(bench)
     await bench.rounds()
@@ -265,11 +256,10 @@ async def test_what_one_deployment_was_asked_last_says_nothing_of_the_next_one(
     bench.has("", "")
     roll(bench)
     await bench.rounds()
-    bench.models.take_news(DeploymentEnded(bench.started[0].deployment, "exit code 0"))
+    bench.report_end(bench.started[0].deployment)
     bench.change(OLD, revision=3)
     bench.turn()
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
+    bench.want("a")
     bench.has("", "")
     plan = begun(RolloutTerms(), 3, 4, bench.now)
     bench.change(NEW, plan, revision=4)
@@ -280,13 +270,13 @@ async def test_what_one_deployment_was_asked_last_says_nothing_of_the_next_one(
 @pytest.mark.parametrize("flags", [["", FLAGS], [FLAGS, FLAGS]])
 async def test_the_next_server_sees_how_far_it_is(bench: RollBench, flags: Sequence[str]) -> None:
     plan = roll(bench)
-    note = msgspec.json.decode(bench.started[0].note, type=DeploymentRecord)
+    (note,) = bench.notes
     await bench.models.close()
     after = RollBench(bench.folder)
     after.now = bench.now
     bench.models, bench.kept, bench.told = after.models, after.kept, after.told
     bench.change(NEW, plan)
-    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
+    bench.adopt(deployed("d1", note))
     bench.turn()
     bench.has(*flags)
     await bench.rounds()

@@ -39,6 +39,18 @@ def record(seq: int = 1, **more: Any) -> UsageRecord:
     return UsageRecord(**{**given, "began": 0.0, "sequences": 1, **more})
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The spool of a front end."""
+    return tmp_path / "front-1.sqlite"
+
+
+def bring(store: FleetStore, path: Path, *records: UsageRecord) -> None:
+    """Records come into the spool, and from there into the ledger."""
+    UsageSpool(path).write(records)
+    merge(store.database, path)
+
+
 def total(store: FleetStore) -> tuple[int, int, int]:
     """Calls, prompt and output tokens."""
     (row,) = sums(store.database, ())
@@ -53,9 +65,8 @@ def rows(store: FleetStore) -> list[tuple[int, int, str]]:
 
 
 def test_what_a_call_has_used_so_far_is_replaced_by_what_it_has_used_later(
-    store: FleetStore, tmp_path: Path
+    store: FleetStore, path: Path
 ) -> None:
-    path = tmp_path / "front-1.sqlite"
     spool = UsageSpool(path)
     spool.write([record(prompt=5, output=10)])
     merge(store.database, path)
@@ -68,10 +79,9 @@ def test_what_a_call_has_used_so_far_is_replaced_by_what_it_has_used_later(
 
 
 def test_a_merge_that_is_repeated_adds_nothing(
-    store: FleetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FleetStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that was killed after its transaction has forgotten nothing in the spool."""
-    path = tmp_path / "front-1.sqlite"
     UsageSpool(path).write([record(seq, prompt=1, output=10, ended=9.0) for seq in range(1, 4)])
     with monkeypatch.context() as patch:
         patch.setattr(UsageSpool, "forget", lambda *_: None)
@@ -82,9 +92,8 @@ def test_a_merge_that_is_repeated_adds_nothing(
 
 
 def test_what_is_written_while_it_is_merged_is_not_forgotten(
-    store: FleetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FleetStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "front-1.sqlite"
     spool = UsageSpool(path)
     spool.write([record(output=10, ended=9.0)])
     forget = UsageSpool.forget
@@ -101,9 +110,8 @@ def test_what_is_written_while_it_is_merged_is_not_forgotten(
 
 
 def test_calls_of_a_front_end_that_was_killed_count_so_far_and_run_no_more(
-    store: FleetStore, tmp_path: Path
+    store: FleetStore, path: Path
 ) -> None:
-    path = tmp_path / "front-1.sqlite"
     spool = UsageSpool(path)
     spool.write([record(1, output=10), record(2, output=7, ended=9.0, status="finished")])
     merge(store.database, path)
@@ -114,9 +122,8 @@ def test_calls_of_a_front_end_that_was_killed_count_so_far_and_run_no_more(
 
 
 def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
-    store: FleetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FleetStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "front-1.sqlite"
     UsageSpool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, 101)])
     from kvmig.fleet import ledger, tables
 
@@ -138,8 +145,7 @@ def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
     assert total(store) == (100, 0, 100)
 
 
-def test_an_order_waits_for_a_part_of_a_long_spool_alone(store: FleetStore, tmp_path: Path) -> None:
-    path = tmp_path / "front-1.sqlite"
+def test_an_order_waits_for_a_part_of_a_long_spool_alone(store: FleetStore, path: Path) -> None:
     UsageSpool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, AT_ONCE + 3)])
     first = merge(store.database, path)
     assert total(store) == (AT_ONCE, 0, AT_ONCE)
@@ -149,29 +155,26 @@ def test_an_order_waits_for_a_part_of_a_long_spool_alone(store: FleetStore, tmp_
 
 
 def test_what_a_prefix_cache_had_is_summed_and_moves_are_kept(
-    store: FleetStore, tmp_path: Path
+    store: FleetStore, path: Path
 ) -> None:
-    path = tmp_path / "front-1.sqlite"
-    UsageSpool(path).write([record(1, prompt=50, cached=32), record(2, prompt=9, ended=1.0)])
-    merge(store.database, path)
-    UsageSpool(path).write([record(1, prompt=50, cached=32, moves=2, ended=2.0)])
-    merge(store.database, path)
+    bring(store, path, record(1, prompt=50, cached=32), record(2, prompt=9, ended=1.0))
+    bring(store, path, record(1, prompt=50, cached=32, moves=2, ended=2.0))
     assert sums(store.database, ())[0]["cached"] == 32
     with store.database.transaction(reading=True) as connection:
         wanted = select(usage.c.cached, usage.c.moves).order_by(usage.c.seq)
         assert [tuple(row) for row in connection.execute(wanted)] == [(32, 2), (0, 0)]
 
 
-def test_sums_are_by_key_user_model_and_day(store: FleetStore, tmp_path: Path) -> None:
+def test_sums_are_by_key_user_model_and_day(store: FleetStore, path: Path) -> None:
     store.add_user("eve", "user", ANNA)
     key, _ = store.create_key("eve", "", KeyTerms(), ANNA)
-    path = tmp_path / "front-1.sqlite"
-    UsageSpool(path).write([
+    bring(
+        store,
+        path,
         record(1, account=key.key_id, prompt=1, output=100, ended=1.0),
         record(2, account=key.key_id, model="b", prompt=1, output=10, ended=1.0),
         record(3, account="gone", began=DAY, prompt=1, output=1, ended=1.0),
-    ])  # fmt: skip
-    merge(store.database, path)
+    )
     by_user = sums(store.database, ("user",))
     assert [(row["user"], row["output"]) for row in by_user] == [("eve", 110), ("", 1)]
     by_both = sums(store.database, ("model", "day"))
@@ -217,9 +220,8 @@ def handed(*records: UsageRecord) -> HandOver:
 
 
 def test_what_was_handed_over_is_not_taken_back_by_what_the_spool_has(
-    store: FleetStore, tmp_path: Path
+    store: FleetStore, path: Path
 ) -> None:
-    path = tmp_path / "front-1.sqlite"
     UsageSpool(path).write([record(1, output=3), record(2, output=5)])
     last = record(1, output=10, ended=9.0, status="finished")
     take(store.database, handed(last, record(2, output=9)))
@@ -258,9 +260,8 @@ BAD = {
 
 @pytest.mark.parametrize("raw", BAD.values(), ids=list(BAD))
 def test_a_record_that_cannot_be_read_is_told_and_the_others_are_merged(
-    raw: object, store: FleetStore, tmp_path: Path
+    raw: object, store: FleetStore, path: Path
 ) -> None:
-    path = tmp_path / "front-1.sqlite"
     spool = UsageSpool(path)
     spool.write([record(seq, output=10, ended=1.0) for seq in (1, 2, 3)])
     spoiled(path, 2, raw)
@@ -272,9 +273,8 @@ def test_a_record_that_cannot_be_read_is_told_and_the_others_are_merged(
 
 
 def test_a_record_with_fields_that_this_kvmig_does_not_know_counts_and_goes(
-    store: FleetStore, tmp_path: Path
+    store: FleetStore, path: Path
 ) -> None:
-    path = tmp_path / "front-1.sqlite"
     spool = UsageSpool(path)
     spool.write([])
     newer = json.loads(msgspec.json.encode(record(1, output=10, ended=1.0)))
@@ -285,9 +285,8 @@ def test_a_record_with_fields_that_this_kvmig_does_not_know_counts_and_goes(
 
 
 def test_a_spool_that_is_no_database_is_told_by_its_own_error_and_set_aside(
-    store: FleetStore, tmp_path: Path
+    store: FleetStore, path: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "front-1.sqlite"
     path.write_bytes(b"anything" * 1000)
     with pytest.raises(SpoolDamaged, match=r"front-1\.sqlite"):
         merge(store.database, path)
@@ -311,11 +310,8 @@ def test_records_that_are_set_aside_are_kept_as_they_are(tmp_path: Path) -> None
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_is_not_counted_in_tokens_is_summed_too(store: FleetStore, tmp_path: Path) -> None:
-    path = tmp_path / "front-1.sqlite"
-    UsageSpool(path).write([record(1, characters=40), record(2, seconds=7, ended=1.0)])
-    merge(store.database, path)
-    UsageSpool(path).write([record(1, characters=90, ended=2.0), record(3, images=2, ended=2.0)])
-    merge(store.database, path)
+def test_what_is_not_counted_in_tokens_is_summed_too(store: FleetStore, path: Path) -> None:
+    bring(store, path, record(1, characters=40), record(2, seconds=7, ended=1.0))
+    bring(store, path, record(1, characters=90, ended=2.0), record(3, images=2, ended=2.0))
     (row,) = sums(store.database, ("model",))
     assert (row["characters"], row["seconds"], row["images"]) == (90, 7, 2)

@@ -20,26 +20,15 @@ from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.controller import WANT_S
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
-from kvmig.fleet.managed_model import (
-    CatalogEntry,
-    DeploymentRecord,
-    ManagedModel,
-    MissingFiles,
-)
+from kvmig.fleet.managed_model import CatalogEntry, ManagedModel, MissingFiles
 from kvmig.fleet.metrics import of_models
 from kvmig.fleet.model_routes import classes_of
 from kvmig.fleet.model_rows import ModelRow
-from kvmig.fleet.orders import (
-    DeployedPrograms,
-    DeploymentEnded,
-    DeploymentStarted,
-    LoadEngine,
-    StopDeployment,
-)
+from kvmig.fleet.orders import DeploymentStarted, LoadEngine, StopDeployment
 from kvmig.fleet.schedule import ScheduledFloor
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
-from tests.support.model_bench import Bench, deployed, served, spec
+from tests.support.model_bench import Bench, served, spec
 
 
 @pytest.fixture
@@ -86,13 +75,11 @@ async def test_however_many_want_it_one_is_started(bench: Bench) -> None:
 
 async def test_it_is_routed_to_once_it_serves(bench: Bench) -> None:
     bench.catalogue(spec())
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
+    bench.want("a")
     bench.models.take_news(DeploymentStarted(bench.started[0].deployment, 7))
     bench.serve()
     bench.turn(3)
-    note = msgspec.json.decode(bench.started[0].note, type=DeploymentRecord)
-    assert (bench.route.state, bench.route.socket) == ("ready", note.socket)
+    assert (bench.route.state, bench.route.socket) == ("ready", bench.notes[0].socket)
     told = len(bench.told)
     bench.turn(1)
     assert len(bench.told) == told, "nothing has changed"
@@ -113,8 +100,7 @@ async def test_a_want_that_is_not_repeated_does_not_wait_for_room(
 ) -> None:
     monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(1 << 40, 0))
     bench.catalogue(spec())
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
+    bench.want("a")
     assert (bench.route.state, bench.started) == ("cold", [])
     assert bench.route.why.startswith("no room: it needs 0.1 GiB, 0.0 GiB is free")
     bench.turn(WANT_S)
@@ -126,8 +112,7 @@ async def test_one_that_is_too_large_for_what_is_allowed_now_says_so(
 ) -> None:
     monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(1000, 1000))
     bench.catalogue(spec(memory=1001))
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
+    bench.want("a")
     assert (bench.route.state, bench.started) == ("failed", [])
     assert bench.route.why == (
         "model a needs 1001 bytes of memory, 1 more than the 1000 that all models may take"
@@ -147,11 +132,18 @@ async def test_a_schedule_starts_it_and_lets_it_go(bench: Bench) -> None:
 
 async def serving(bench: Bench, **more: Any) -> None:
     bench.catalogue(spec(**more))
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
+    bench.want("a")
     bench.serve()
     bench.turn(1)
     bench.demand()
+
+
+async def gone_idle(bench: Bench) -> None:
+    """It is to be parked, and proxies know that no call goes to it any more."""
+    await serving(bench, warm="parked", instances=InstanceCounts(zero_after_s=60))
+    bench.turn(60)
+    bench.demand()
+    bench.turn()
 
 
 async def test_an_idle_one_stops_only_after_every_proxy_has_heard_of_it(bench: Bench) -> None:
@@ -176,15 +168,11 @@ async def test_one_that_has_woken_is_idle_only_after_its_time(
 
     monkeypatch.setattr(DeploymentWatcher, "park", done)
     monkeypatch.setattr(DeploymentWatcher, "unpark", done)
-    await serving(bench, warm="parked", instances=InstanceCounts(zero_after_s=60))
-    bench.turn(60)
-    bench.demand()
-    bench.turn()
+    await gone_idle(bench)
     bench.watched.told = DeploymentEvent(parked=True)
     bench.turn()
     bench.turn(600)
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
+    bench.want("a")
     bench.serve()
     bench.turn()
     states = [bench.route.state]
@@ -208,14 +196,10 @@ async def test_a_refused_order_of_before_ends_nothing_that_was_ordered_since(
 
     monkeypatch.setattr(DeploymentWatcher, "park", refused_late)
     monkeypatch.setattr(DeploymentWatcher, "unpark", refused)
-    await serving(bench, warm="parked", instances=InstanceCounts(zero_after_s=60))
-    bench.turn(60)
-    bench.demand()
-    bench.turn()
-    model = bench.models.shown("a")
-    assert model is not None
-    assert (model.life.state, model.ordering is not None) == ("parking", True)
+    await gone_idle(bench)
+    model = bench.named()
     ordering = model.ordering
+    assert (model.life.state, ordering is not None) == ("parking", True)
     bench.watched.told = DeploymentEvent(parked=True)
     bench.turn(1)
     bench.models.take_want(ModelWanted("a"))
@@ -239,8 +223,7 @@ async def test_what_an_instance_took_of_the_host_counts_for_its_model_and_for_ot
         for name in "ab"
     )
     bench.catalogue(one, other)
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
+    bench.want("a")
     before = bench.models.places.evaluate(other)
     bench.watched.told = DeploymentEvent(data=(replace(served("i0"), beside_kv=700 << 20),))
     bench.turn(1)
@@ -258,10 +241,7 @@ async def test_one_that_finds_no_room_to_be_parked_in_ends_and_says_why(
 ) -> None:
     whole = bench.models.memory.host().total
     monkeypatch.setattr(bench.models.memory, "parked", lambda spec: 2 * whole)
-    await serving(bench, warm="parked", instances=InstanceCounts(zero_after_s=60))
-    bench.turn(60)
-    bench.demand()
-    bench.turn()
+    await gone_idle(bench)
     assert isinstance(bench.ordered[-1], StopDeployment)
     (why,) = [one.what for one in bench.models.events if "is not parked" in one.what]
     assert "of the host" in why
@@ -270,9 +250,8 @@ async def test_one_that_finds_no_room_to_be_parked_in_ends_and_says_why(
 async def test_a_request_that_came_and_went_between_two_looks_keeps_it(bench: Bench) -> None:
     await serving(bench, instances=InstanceCounts(zero_after_s=60))
     bench.turn(59)
-    bench.models.take_demand(
-        "p0", ProxyDemand(len(bench.told), 0.5, (ModelDemand("a", 0, 0, 1, 0.1),))
-    )
+    demand = ProxyDemand(len(bench.told), 0.5, (ModelDemand("a", 0, 0, 1, 0.1),))
+    bench.models.take_demand("p0", demand)
     assert bench.states_after(59, 1) == ["ready", "cold"]
 
 
@@ -293,10 +272,9 @@ async def test_requests_that_its_own_front_end_has_keep_it(bench: Bench) -> None
 
 async def test_a_failed_start_is_told_with_the_childs_own_sentence(bench: Bench) -> None:
     bench.catalogue(spec())
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
+    bench.want("a")
     deployment = bench.started[0].deployment
-    bench.models.take_news(DeploymentEnded(deployment, "exit code 2", "not enough memory"))
+    bench.report_end(deployment, "exit code 2", "not enough memory")
     bench.turn(1)
     assert (bench.route.state, bench.route.why) == ("failed", "not enough memory")
     assert bench.route.retry_s == FIRST_RETRY_S
@@ -306,30 +284,26 @@ async def test_a_failed_start_is_told_with_the_childs_own_sentence(bench: Bench)
     bench.turn(FIRST_RETRY_S / 2)
     assert bench.route.state == "cold"
     assert len(bench.started) == 1
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
+    bench.want("a")
     assert len(bench.started) == 2
 
 
 async def test_a_server_takes_over_what_another_one_has_started(bench: Bench) -> None:
-    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec())
-    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
+    bench.take_over("d1")
     bench.turn()
     bench.serve()
     bench.turn()
-    assert (bench.route.state, bench.route.socket) == ("ready", note.socket)
+    assert (bench.route.state, bench.route.socket) == ("ready", bench.note.socket)
     assert bench.started == []
 
 
 async def test_nothing_is_started_before_it_is_known_what_runs(bench: Bench) -> None:
-    bench.models.take_catalogue(
-        [CatalogEntry("m1", "a", 1, True, spec(instances=InstanceCounts(min=1)))]
-    )
+    least = spec(instances=InstanceCounts(min=1))
+    bench.models.take_catalogue([CatalogEntry("m1", "a", 1, True, least)])
     running = asyncio.create_task(bench.models.run())
     await asyncio.sleep(0)
-    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
-    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
+    bench.take_over("d1")
     await asyncio.sleep(0.01)
     running.cancel()
     assert (bench.started, bench.stopped) == ([], [])
@@ -338,7 +312,6 @@ async def test_nothing_is_started_before_it_is_known_what_runs(bench: Bench) -> 
 async def test_the_first_thing_that_is_told_of_one_that_serves_is_that_it_does(
     bench: Bench,
 ) -> None:
-    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -349,20 +322,19 @@ async def test_the_first_thing_that_is_told_of_one_that_serves_is_that_it_does(
         writer.close()
 
     bench.models.take_catalogue([CatalogEntry("m1", "a", 1, True, spec())])
-    async with await asyncio.start_unix_server(answer, note.socket):
-        bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
+    async with await asyncio.start_unix_server(answer, bench.note.socket):
+        bench.take_over("d1")
         await bench.models.wait_first_round(60)
         assert [route.state for route in bench.told[0][0]] == ["ready"]
         await bench.models.close()
 
 
 async def test_one_that_tells_nothing_is_waited_for_no_longer(bench: Bench) -> None:
-    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.models.take_catalogue([CatalogEntry("m1", "a", 1, True, spec())])
     with socket.socket(socket.AF_UNIX) as mute:
-        mute.bind(note.socket)
+        mute.bind(bench.note.socket)
         mute.listen()
-        bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
+        bench.take_over("d1")
         await bench.models.wait_first_round(0.05)
         assert bench.route.state == "starting"
         await bench.models.close()
@@ -371,24 +343,22 @@ async def test_one_that_tells_nothing_is_waited_for_no_longer(bench: Bench) -> N
 async def test_one_that_dies_before_the_next_server_has_heard_of_it_starts_again_at_once(
     bench: Bench,
 ) -> None:
-    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec())
-    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
+    bench.take_over("d1")
     bench.turn()
-    bench.models.take_news(DeploymentEnded("d1", "killed by SIGKILL"))
+    bench.report_end("d1", "killed by SIGKILL")
     bench.demand(held=1)
     bench.turn()
     bench.turn()
     assert len(bench.started) == 1
-    bench.models.take_news(DeploymentEnded(bench.started[0].deployment, "killed by SIGKILL"))
+    bench.report_end(bench.started[0].deployment, "killed by SIGKILL")
     bench.turn()
     assert (bench.route.state, bench.route.why) == ("failed", "killed by SIGKILL")
 
 
 async def test_of_two_deployments_of_a_model_one_is_ended(bench: Bench) -> None:
-    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec())
-    bench.models.take_news(DeployedPrograms((deployed("d1", note), deployed("d2", note))))
+    bench.take_over("d1", "d2")
     bench.turn()
     assert bench.stopped == [StopDeployment("d2")]
 
@@ -396,8 +366,7 @@ async def test_of_two_deployments_of_a_model_one_is_ended(bench: Bench) -> None:
 async def test_one_that_was_removed_while_no_server_was_there_ends_when_it_is_empty(
     bench: Bench,
 ) -> None:
-    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
-    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
+    bench.take_over("d1")
     bench.turn()
     bench.serve(live=1)
     bench.turn()
@@ -408,7 +377,7 @@ async def test_one_that_was_removed_while_no_server_was_there_ends_when_it_is_em
     bench.demand()
     bench.turn()
     assert bench.stopped == [StopDeployment("d1")]
-    bench.models.take_news(DeploymentEnded("d1", "exit code 0"))
+    bench.report_end("d1")
     bench.turn()
     assert bench.models.shown("a") is None
 
@@ -416,7 +385,7 @@ async def test_one_that_was_removed_while_no_server_was_there_ends_when_it_is_em
 async def test_why_one_has_ended_has_no_secret_of_a_url(bench: Bench) -> None:
     await serving(bench)
     said = "cannot reach http://u:pw@h/x?token=t"
-    bench.models.take_news(DeploymentEnded(bench.started[0].deployment, "exit code 1", said))
+    bench.report_end(bench.started[0].deployment, "exit code 1", said)
     bench.turn()
     shown = "cannot reach http://u:***@h/x?token=***"
     assert any(shown in one.what for one in bench.models.events), bench.models.events
@@ -464,7 +433,7 @@ async def test_one_that_has_a_removed_ones_name_starts_when_that_has_ended(bench
     bench.turn()
     former = bench.started[0].deployment
     assert bench.stopped == [StopDeployment(former)]
-    bench.models.take_news(DeploymentEnded(former, "exit code 0"))
+    bench.report_end(former)
     bench.turn()
     bench.turn()
     assert len(bench.started) == 2
@@ -476,8 +445,7 @@ async def test_a_deployment_of_a_removed_model_is_not_taken_over_by_one_of_its_n
 ) -> None:
     bench.model_id = "m2"
     bench.catalogue(spec())
-    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
-    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
+    bench.take_over("d1")
     bench.turn()
     bench.serve()
     bench.turn()
@@ -489,8 +457,7 @@ async def test_a_deployment_of_a_removed_model_is_not_taken_over_by_one_of_its_n
 
 async def test_one_that_is_switched_off_says_so(bench: Bench) -> None:
     bench.catalogue(spec(), on=False)
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
+    bench.want("a")
     assert bench.route.state == "off"
     assert bench.started == []
 
@@ -519,9 +486,8 @@ async def test_more_instances_come_when_more_requests_run(
 async def test_the_next_server_takes_no_instance_away_before_it_has_seen_the_demand(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec(instances=InstanceCounts(max=3, target=2)))
-    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
+    bench.take_over("d1")
     bench.turn()
     drained: list[str] = []
 
@@ -574,11 +540,8 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes_af
     monkeypatch.setattr(bench.watched, "drain", drain)
     await bench.ordered_all()  # the second one was asked for
     assert ordered == [1]
-    rows = (
-        served("i0"),
-        InstanceRow(id="i1", state="failed"),
-    )
-    bench.watched.told = DeploymentEvent(0, data=rows)
+    failed = InstanceRow(id="i1", state="failed")
+    bench.watched.told = DeploymentEvent(0, data=(served("i0"), failed))
     for seconds in (1, 1, 10):
         bench.turn(seconds)
         await bench.ordered_all()
@@ -587,9 +550,7 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes_af
 
 def score_of(bench: Bench, instance: str) -> float | None:
     """The score of the place that an instance of its deployment has; None: it is not kept."""
-    model = bench.models.shown("a")
-    assert model is not None
-    found = bench.models.places.history.decision(model.deployment, instance)
+    found = bench.models.places.history.decision(bench.named().deployment, instance)
     return None if found is None else found.explanation.nodes[0].score
 
 
@@ -618,9 +579,7 @@ async def test_a_model_says_why_no_worker_takes_it(
 ) -> None:
     monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(1 << 40, 7))
     bench.catalogue(spec(memory=9))
-    model = bench.models.shown("a")
-    assert model is not None
-    (node,) = bench.models.why_not(model).nodes
+    (node,) = bench.models.why_not(bench.named()).nodes
     (why,) = node.refusals
     assert (node.node, node.chosen, why.filter) == ("local", False, "memory")
     assert why.why == f"memory: needs 9 bytes, 7 of {1 << 40} are free"
@@ -670,10 +629,8 @@ async def test_files_that_can_not_be_fetched_fail_the_start_and_whole_ones_start
     bench.catalogue(spec("hf:a/b"))
     bench.demand(held=1)
     bench.turn()
-    assert (bench.route.state, bench.route.why) == (
-        "failed",
-        "its files can't be downloaded: no such model",
-    )
+    why = "its files can't be downloaded: no such model"
+    assert (bench.route.state, bench.route.why) == ("failed", why)
     bench.demand(held=1)
     bench.catalogue(spec(f"path:{bench.folder}"))
     assert len(bench.started) == 1

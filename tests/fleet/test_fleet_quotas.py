@@ -64,11 +64,13 @@ def given_to(store: FleetStore, of: KeyGrant, *asked: TokenRequest) -> list[int]
     return [grant(store.database, of, one).tokens for one in asked]
 
 
-def count(store: FleetStore, folder: Path, of: KeyGrant, seq: int = 1, **more: Any) -> None:
-    """Bring a call's record into the ledger."""
+def count(
+    store: FleetStore, folder: Path, of: KeyGrant, seq: int = 1, *, over: bool = False, **more: Any
+) -> None:
+    """Bring a call's record into the ledger. over: its front end was killed."""
     spool = folder / "front-1.sqlite"
     UsageSpool(spool).write([record(of, seq, **more)])
-    merge(store.database, spool)
+    merge(store.database, spool, over=over)
 
 
 def record(of: KeyGrant, seq: int = 1, **more: Any) -> UsageRecord:
@@ -125,9 +127,7 @@ def test_what_a_killed_front_end_has_left_behind_is_not_said_to_come_back(
 ) -> None:
     bea = key(store, 256)
     grant(store.database, bea, asking(1))
-    spool = tmp_path / "front-1.sqlite"
-    UsageSpool(spool).write([record(bea, 1, output=20)])
-    merge(store.database, spool, over=True)
+    count(store, tmp_path, bea, 1, output=20, over=True)
     refused = grant(store.database, bea, asking(2))
     assert not refused.again
     assert "is used up" in refused.why
@@ -153,9 +153,7 @@ def test_a_call_is_granted_nothing_once_it_is_over(store: FleetStore, tmp_path: 
 
 def test_a_call_of_a_killed_front_end_is_over(store: FleetStore, tmp_path: Path) -> None:
     bea = key(store)
-    spool = tmp_path / "front-1.sqlite"
-    UsageSpool(spool).write([record(bea, 1, output=20)])
-    merge(store.database, spool, over=True)
+    count(store, tmp_path, bea, 1, output=20, over=True)
     assert grant(store.database, bea, asking()).tokens == 0
 
 
@@ -189,9 +187,7 @@ def test_a_call_whose_front_end_was_killed_costs_what_its_spool_has_kept(
 ) -> None:
     bea = key(store, period="total")
     given_to(store, bea, asking(1), asking(2))  # of the second one nothing was written
-    spool = tmp_path / "front-1.sqlite"
-    UsageSpool(spool).write([record(bea, 1, prompt=10, output=20)])
-    merge(store.database, spool, over=True)
+    count(store, tmp_path, bea, 1, prompt=10, output=20, over=True)
     assert tokens_left(store, bea) == 1000 - 512
 
     assert [give_back(store.database, ["front-1"]) for _ in range(2)] == [2, 0]
@@ -203,14 +199,12 @@ def test_a_front_end_whose_calls_run_is_not_idle_and_one_that_was_killed_is(
     store: FleetStore, tmp_path: Path
 ) -> None:
     bea = key(store)
-    spool = tmp_path / "front-1.sqlite"
     assert idle_sources(store.database) == set()
     grant(store.database, bea, asking(1))
     assert idle_sources(store.database) == {"front-1"}  # as far as the ledger knows
-    UsageSpool(spool).write([record(bea, 1, output=20)])
-    merge(store.database, spool)
+    count(store, tmp_path, bea, 1, output=20)
     assert idle_sources(store.database) == set()
-    merge(store.database, spool, over=True)
+    merge(store.database, tmp_path / "front-1.sqlite", over=True)
     assert idle_sources(store.database) == {"front-1"}
 
 

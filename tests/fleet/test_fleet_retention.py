@@ -17,6 +17,7 @@ from sqlalchemy import select
 from kvmig.accounts.allowances import TokenRequest
 from kvmig.accounts.keys import KeyGrant, KeyTerms
 from kvmig.accounts.usage import HandOver, UsageRecord, UsageSpool
+from kvmig.core.background import cancel_tasks
 from kvmig.fleet import retention
 from kvmig.fleet.disk import DiskWatch, disks_of
 from kvmig.fleet.ledger import merge, sums, take
@@ -193,8 +194,7 @@ async def test_a_server_keeps_rows_for_so_many_days_by_itself(
         async with asyncio.timeout(20):
             while len(await loop.run_in_executor(thread, seqs, store)) > 31:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel_tasks(running)
     assert seqs(store) == list(range(9, 40))
     assert [row.actor for row in store.audit()] == ["kvmig up --keep-usage-days"]
 

@@ -5,29 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
-from kvmig.fleet.orders import DeployedPrograms
+from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.rollout import RolloutPlan, RolloutTerms, begun, paused
 from kvmig.fleet.rollout_table import StoredRollout
-from kvmig.proxy.messages import ModelWanted
 from tests.fleet.test_fleet_rollouts import NEW, OLD, RolloutBench, start_rolled
-from tests.support.model_bench import deployed, silence
+from tests.support.model_bench import silence
 
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RolloutBench]:
     silence(monkeypatch)
     made = RolloutBench(tmp_path)
-    made.models.take_catalogue([made.entry(OLD, 1)])
-    made.models.take_want(ModelWanted("a"))
-    made.turn()
-    made.there("a")
-    made.turn(1)
-    made.say()
+    made.begin()
     yield made
     await made.models.close()
 
@@ -104,14 +96,10 @@ async def test_a_step_is_no_longer_where_the_next_servers_clock_is_behind(
     bench: RolloutBench,
 ) -> None:
     start_rolled(bench, canary=(10,), hold_s=60)
-    running = [
-        deployed(one.deployment, msgspec.json.decode(one.note, type=DeploymentRecord))
-        for one in bench.started
-    ]
     after = RolloutBench(bench.folder)
     after.now, after.ahead = bench.now, -3600.0
     after.models.take_catalogue([after.entry(plan=stored(bench))])
-    after.models.take_news(DeployedPrograms(tuple(running)))
+    after.adopt(*bench.running)
     after.turn()
     after.there("a")
     after.there("a@2")
@@ -131,8 +119,7 @@ async def test_a_roll_out_that_fails_in_a_round_keeps_no_other_one_back(
     old, new = (replace(one, name="bad") for one in (OLD, NEW))
     first = CatalogEntry("m0", "bad", 1, True, old)
     bench.models.take_catalogue([first, bench.entry(OLD, 1)])
-    bench.models.take_want(ModelWanted("bad"))
-    bench.turn()
+    bench.want("bad")
     bench.there("bad")
     bench.turn()
     running_at = bench.models.reports.running_at

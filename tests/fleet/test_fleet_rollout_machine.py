@@ -19,19 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
-from kvmig.fleet.orders import (
-    DeployedProgram,
-    DeployedPrograms,
-    DeploymentEnded,
-    StartDeployment,
-    StopDeployment,
-)
+from kvmig.fleet.orders import StartDeployment, StopDeployment
 from kvmig.fleet.rollout import RolloutPlan, RolloutTerms, begun, need_of, paused, promoted, resumed
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.proxy.activator import socket_of
 from kvmig.proxy.messages import ModelDemand, ModelRoute, ModelWanted, ProxyDemand
 from tests.support.examples import examples
-from tests.support.model_bench import Bench, served, silence, spec
+from tests.support.model_bench import Bench, running, served, silence, spec
 
 SOURCES = ["path:/one", "path:/two", "path:/three"]
 
@@ -96,11 +90,7 @@ class RollingModel(RuleBasedStateMachine):
         self.bench = StoringBench(Path(self.folder.name), self.stored)
         self.heard = self.obeyed = 0
         self.load()
-        running = tuple(
-            DeployedProgram(one.start.deployment, "toy", one.start.note, 7)
-            for one in self.deployments
-        )
-        self.bench.models.take_news(DeployedPrograms(running))
+        self.bench.adopt(*(running(one.start) for one in self.deployments))
 
     def load(self) -> None:
         """The server reads the catalogue."""
@@ -155,7 +145,7 @@ class RollingModel(RuleBasedStateMachine):
 
     def end(self, one: Deployment, how: str) -> None:
         self.deployments.remove(one)
-        self.do(lambda: self.bench.models.take_news(DeploymentEnded(one.start.deployment, how)))
+        self.do(lambda: self.bench.report_end(one.start.deployment, how))
 
     # -- what may happen
 
@@ -187,12 +177,12 @@ class RollingModel(RuleBasedStateMachine):
 
     @rule()
     def the_proxy_says(self) -> None:
-        running = [
+        streams = [
             ModelDemand("a", one.streams, 0, 0, 0.5 * one.streams, one.socket)
             for one in self.deployments
         ]
         held = ModelDemand("a", 0, self.held, 0, 0.5 * self.held)
-        demand = ProxyDemand(self.heard, 0.5, (*running, held))
+        demand = ProxyDemand(self.heard, 0.5, (*streams, held))
         self.do(lambda: self.bench.models.take_demand("p0", demand))
 
     @rule(draw=st.integers(0, 99))

@@ -7,18 +7,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import HostCapacity
-from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
-from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, MissingFiles
+from kvmig.fleet.managed_model import CatalogEntry, MissingFiles
 from kvmig.fleet.model_rows import ModelRow
-from kvmig.fleet.orders import DeployedPrograms, DeploymentEnded, StartDeployment, StopDeployment
+from kvmig.fleet.orders import DeployedProgram, StopDeployment
 from kvmig.fleet.placement_controller import PlacementController
 from kvmig.fleet.rollout import CallFigures, RolloutPlan, RolloutTerms, begun
 from kvmig.fleet.rollout_controller import sources_of
@@ -47,17 +45,25 @@ class RolloutBench(Bench):
         self.turn()
         return plan
 
-    def of(self, key: str) -> ManagedModel:
-        model = self.models.shown(key)
-        assert model is not None
-        return model
-
     def there(self, key: str, instances: int = 1) -> None:
         """That deployment tells that so many instances serve."""
-        watched = self.of(key).watched
-        assert watched is not None
         rows = tuple(served(f"i{one}") for one in range(instances))
-        watched.told = DeploymentEvent(0, data=rows)
+        self.watched_of(key).told = DeploymentEvent(0, data=rows)
+
+    def both_there(self) -> None:
+        """Both deployments serve, and the step is taken."""
+        self.there("a")
+        self.there("a@2")
+        self.turn(1)
+        self.turn()
+
+    def begin(self) -> None:
+        """The model serves as it was added."""
+        self.models.take_catalogue([self.entry(OLD, 1)])
+        self.want("a")
+        self.there("a")
+        self.turn(1)
+        self.say()
 
     def say(self, version: int | None = None, **running: int) -> None:
         """The only proxy says how many calls each deployment has: `old`, `new`."""
@@ -72,19 +78,25 @@ class RolloutBench(Bench):
     @property
     def old(self) -> str:
         """The socket of what was started first."""
-        return self.socket(0)
+        return self.notes[0].socket
 
     @property
     def new(self) -> str:
-        return self.socket(1)
-
-    def socket(self, number: int) -> str:
-        return msgspec.json.decode(self.started[number].note, type=DeploymentRecord).socket
+        return self.notes[1].socket
 
     def end(self, number: int, how: str = "exit code 0") -> None:
         """A deployment has ended."""
-        self.models.take_news(DeploymentEnded(self.started[number].deployment, how))
+        self.report_end(self.started[number].deployment, how)
         self.turn()
+
+    def stops(self, number: int) -> bool:
+        """Whether the only one that was stopped is this deployment."""
+        return self.stopped == [StopDeployment(self.started[number].deployment)]
+
+    def lack_room(self, patch: pytest.MonkeyPatch, free: int) -> None:
+        """The host has memory for one deployment, of which so much is free."""
+        claim = self.named().claim
+        patch.setattr(self.models.memory, "host", lambda: HostCapacity(claim, free))
 
     @property
     def where(self) -> tuple[str, str, int]:
@@ -97,12 +109,7 @@ class RolloutBench(Bench):
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RolloutBench]:
     silence(monkeypatch)
     made = RolloutBench(tmp_path)
-    made.models.take_catalogue([made.entry(OLD, 1)])
-    made.models.take_want(ModelWanted("a"))
-    made.turn()
-    made.there("a")
-    made.turn(1)
-    made.say()
+    made.begin()
     yield made
     await made.models.close()
 
@@ -117,7 +124,7 @@ def start_rolled(bench: RolloutBench, **terms: Any) -> None:
 
 async def test_another_source_starts_beside_and_the_old_one_serves_on(bench: RolloutBench) -> None:
     bench.roll()
-    assert [one.words[0] for one in bench.started] == ["/old", "/new"]
+    assert bench.sources == ["/old", "/new"]
     assert bench.where == (bench.old, "", 0)
     assert bench.stopped == []
 
@@ -147,10 +154,10 @@ async def test_the_old_one_ends_when_its_streams_have_and_the_new_one_is_the_mod
     assert bench.stopped == [], "two streams run"
     bench.say(new=1)
     bench.turn(1)
-    assert bench.stopped == [StopDeployment(bench.started[0].deployment)]
+    assert bench.stops(0)
     bench.end(0)
     bench.turn()
-    assert bench.of("a").socket == bench.new
+    assert bench.named().socket == bench.new
     assert bench.models.shown("a@2") is None
     assert bench.kept[-1][2], "it is stored that it is done"
     assert bench.where == (bench.new, "", 0)
@@ -167,7 +174,7 @@ async def test_streams_that_are_left_at_the_deadline_end_with_their_deployment(
     assert bench.stopped == []
     bench.say(old=2)
     bench.turn(3)
-    assert bench.stopped == [StopDeployment(bench.started[0].deployment)]
+    assert bench.stops(0)
 
 
 async def test_one_that_can_not_start_leaves_all_calls_at_the_old_one(bench: RolloutBench) -> None:
@@ -198,7 +205,7 @@ async def test_one_that_is_worse_gets_no_more_calls_and_its_streams_end_where_th
     assert bench.stopped == []
     bench.say(old=1)
     bench.turn(1)
-    assert bench.stopped == [StopDeployment(bench.started[1].deployment)]
+    assert bench.stops(1)
 
 
 async def test_figures_of_an_earlier_step_do_not_count(bench: RolloutBench) -> None:
@@ -223,7 +230,7 @@ async def test_going_back_ends_the_new_one_after_its_streams(bench: RolloutBench
     assert bench.stopped == []
     bench.say(old=1)
     bench.turn(1)
-    assert bench.stopped == [StopDeployment(bench.started[1].deployment)]
+    assert bench.stops(1)
     bench.end(1)
     bench.turn()
     assert bench.models.shown("a@2") is None
@@ -239,7 +246,7 @@ async def test_yet_another_revision_takes_the_place_of_the_one_on_its_way(
     bench.models.take_catalogue([bench.entry(spec("path:/newer"), 3, plan)])
     bench.turn(1)
     bench.turn()
-    assert [one.words[0] for one in bench.started] == ["/old", "/new", "/newer"]
+    assert bench.sources == ["/old", "/new", "/newer"]
     assert bench.where == (bench.old, "", 0)
     bench.say(old=1, new=1)
     bench.turn(1)
@@ -260,7 +267,7 @@ async def test_an_old_one_that_crashes_comes_back_as_it_was(bench: RolloutBench)
     bench.end(0, "killed")
     bench.models.take_want(ModelWanted("a"))
     bench.turn(1)
-    assert [one.words[0] for one in bench.started] == ["/old", "/new", "/old"]
+    assert bench.sources == ["/old", "/new", "/old"]
 
 
 async def test_calls_go_back_to_the_old_one_while_the_new_one_does_not_serve(
@@ -270,12 +277,9 @@ async def test_calls_go_back_to_the_old_one_while_the_new_one_does_not_serve(
     start_rolled(bench)
     bench.say(old=1)
     assert bench.where == (bench.new, "", 0)
-    watched = bench.of("a@2").watched
-    assert watched is not None
-    watched.told = DeploymentEvent(data=(InstanceRow(id="i0", state="starting"),))
+    bench.watched_of("a@2").told = DeploymentEvent(data=(InstanceRow(id="i0", state="starting"),))
     bench.turn(1)
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
+    bench.want("a")
     assert bench.where == (bench.old, "", 0)
     bench.there("a@2")
     bench.turn(1)
@@ -291,33 +295,31 @@ async def test_nothing_that_runs_needs_no_second_deployment(tmp_path: Path) -> N
     bench.roll()
     assert bench.started == []
     assert bench.kept[-1][2]
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
-    assert [one.words[0] for one in bench.started] == ["/new"]
+    bench.want("a")
+    assert bench.sources == ["/new"]
     await bench.models.close()
 
 
 async def test_without_room_for_both_it_says_so_and_waits_until_the_old_one_is_idle(
     bench: RolloutBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim = bench.of("a").claim
-    monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(claim, claim))
+    bench.lack_room(monkeypatch, bench.named().claim)
     bench.models.take_catalogue([bench.entry(replace(OLD, instances=InstanceCounts(min=1)), 1)])
     bench.say(old=1)
     bench.roll(replace(NEW, instances=InstanceCounts(min=1)))
     bench.say(old=1)
     bench.turn(60)
     assert len(bench.started) == 1
-    assert bench.of("a@2").life.why.startswith("no room")
+    assert bench.named("a@2").life.why.startswith("no room")
     bench.say()
     bench.turn(1)
     bench.say()
     bench.turn(1)
-    assert bench.stopped == [StopDeployment(bench.started[0].deployment)]
+    assert bench.stops(0)
     bench.end(0)
     bench.turn()
     assert bench.started[-1].words[0] == "/new"
-    assert bench.of("a").socket == bench.new
+    assert bench.named().socket == bench.new
 
 
 async def test_the_old_one_serves_on_while_the_new_ones_files_are_on_their_way(
@@ -328,7 +330,7 @@ async def test_the_old_one_serves_on_while_the_new_ones_files_are_on_their_way(
     for _ in range(5):
         bench.say(old=0)
         bench.turn(1)
-    assert bench.of("a@2").life.why == "its files are 5 % here"
+    assert bench.named("a@2").life.why == "its files are 5 % here"
     assert bench.where == (bench.old, "", 0)
     assert bench.stopped == []
 
@@ -337,13 +339,11 @@ async def test_the_connection_to_the_old_one_is_closed_once_that_has_ended(
     bench: RolloutBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[str] = []
-    watched = bench.of("a").watched
-    assert watched is not None
 
     async def close() -> None:
         closed.append("old")
 
-    monkeypatch.setattr(watched, "close", close)
+    monkeypatch.setattr(bench.watched, "close", close)
     start_rolled(bench)
     for _ in range(3):
         bench.say(old=0, new=1)
@@ -351,15 +351,15 @@ async def test_the_connection_to_the_old_one_is_closed_once_that_has_ended(
     bench.end(0)
     bench.turn(1)
     await asyncio.sleep(0)
-    assert bench.of("a").socket == bench.new
+    assert bench.named().socket == bench.new
     assert closed == ["old"]
 
 
 async def test_people_are_shown_the_deployment_that_new_calls_go_to(bench: RolloutBench) -> None:
-    assert bench.models.fronts() == [bench.of("a")]
+    assert bench.models.fronts() == [bench.named()]
     bench.say(old=1)
     start_rolled(bench)
-    assert bench.of("a").life.state == "emptying"
+    assert bench.named().life.state == "emptying"
     (front,) = bench.models.fronts()
     assert (front.key, front.life.state) == ("a@2", "serving")
 
@@ -378,24 +378,25 @@ async def test_streams_gather_on_as_few_old_instances_as_hold_them(
         bench.say(old=1)
         bench.there("a", instances)
         bench.turn(1)
-        ordering = bench.of("a").ordering
+        ordering = bench.named().ordering
         assert ordering is not None
         await ordering
     assert len(drained) == 2
     assert bench.stopped == []
 
 
-def next_server(
-    bench: RolloutBench, plan: RolloutPlan | None, revision: int = 2
-) -> ModelController:
+async def next_server(
+    bench: RolloutBench, plan: RolloutPlan | None, *running: DeployedProgram, revision: int = 2
+) -> None:
     """Another server takes over what runs, in any order."""
+    await bench.models.close()
     after = Bench(bench.folder)
     after.now = bench.now
     bench.told, bench.ordered = after.told, after.ordered
     bench.models = after.models
     entry = bench.entry(NEW if plan is not None or revision == 2 else OLD, revision, plan)
     bench.models.take_catalogue([entry])
-    return bench.models
+    bench.adopt(*running)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -403,58 +404,36 @@ async def test_the_next_server_goes_on_with_the_step_that_was_stored(
     bench: RolloutBench, turned: bool
 ) -> None:
     start_rolled(bench, canary=(10,))
-    started, plan = bench.started, bench.kept[-1][1]
-    running = [
-        deployed(one.deployment, msgspec.json.decode(one.note, type=DeploymentRecord))
-        for one in started
-    ]
-    await bench.models.close()
-    models = next_server(bench, plan)
-    models.take_news(DeployedPrograms(tuple(running[::-1] if turned else running)))
-    old, new = (msgspec.json.decode(one.note, type=DeploymentRecord).socket for one in running)
+    running, plan, where = bench.running, bench.kept[-1][1], (bench.old, bench.new, 10)
+    await next_server(bench, plan, *(running[::-1] if turned else running))
     bench.turn()
-    bench.there("a")
-    bench.there("a@2")
-    bench.turn(1)
-    bench.turn()
-    assert bench.where == (old, new, 10)
-    assert [one for one in bench.ordered if isinstance(one, StartDeployment | StopDeployment)] == []
+    bench.both_there()
+    assert (bench.where, bench.started, bench.stopped) == (where, [], [])
 
 
 async def test_the_next_server_knows_the_new_one_by_its_start_if_it_is_of_a_later_revision(
     bench: RolloutBench,
 ) -> None:
     start_rolled(bench, canary=(10,))
-    first, second = (msgspec.json.decode(one.note, type=DeploymentRecord) for one in bench.started)
-    _, plan, _ = bench.kept[-1]
-    await bench.models.close()
-    models = next_server(bench, plan, 3)  # a change that took effect at once has come since
+    first, second = bench.notes
+    plan = bench.kept[-1][1]
     running = deployed("d2", replace(second, revision=3)), deployed("d1", first)
-    models.take_news(DeployedPrograms(running))
+    # A change that took effect at once has come since.
+    await next_server(bench, plan, *running, revision=3)
     bench.turn()
-    bench.there("a")
-    bench.there("a@2")
-    bench.turn(1)
-    bench.turn()
+    bench.both_there()
     assert bench.where == (first.socket, second.socket, 10)
-    assert [one for one in bench.ordered if isinstance(one, StartDeployment | StopDeployment)] == []
+    assert (bench.started, bench.stopped) == ([], [])
 
 
 async def test_where_all_has_ended_the_next_server_starts_both_and_keeps_the_share(
     bench: RolloutBench,
 ) -> None:
     start_rolled(bench, canary=(10,))
-    _, plan, _ = bench.kept[-1]
-    await bench.models.close()
-    models = next_server(bench, plan)
-    models.take_news(DeployedPrograms(()))
-    models.take_want(ModelWanted("a"))
-    bench.turn()
-    assert [one.words[0] for one in bench.started] == ["/old", "/new"]
-    bench.there("a")
-    bench.there("a@2")
-    bench.turn(1)
-    bench.turn()
+    await next_server(bench, bench.kept[-1][1])
+    bench.want("a")
+    assert bench.sources == ["/old", "/new"]
+    bench.both_there()
     assert bench.where == (bench.old, bench.new, 10)
 
 
@@ -462,13 +441,11 @@ async def test_where_all_has_ended_before_the_new_one_served_the_old_one_starts_
     bench: RolloutBench,
 ) -> None:
     plan = bench.roll()
-    await bench.models.close()
-    models = next_server(bench, plan)
+    await next_server(bench, plan)
     least = InstanceCounts(min=1)
-    models.take_catalogue([bench.entry(replace(NEW, instances=least), plan=plan)])
-    models.take_news(DeployedPrograms(()))
+    bench.models.take_catalogue([bench.entry(replace(NEW, instances=least), plan=plan)])
     bench.turn()
-    assert [one.words[0] for one in bench.started] == ["/old", "/new"]
+    assert bench.sources == ["/old", "/new"]
 
 
 async def test_an_old_one_that_has_no_room_any_more_leaves_all_calls_to_the_new_one(
@@ -477,7 +454,7 @@ async def test_an_old_one_that_has_no_room_any_more_leaves_all_calls_to_the_new_
     start_rolled(bench, canary=(10,), hold_s=600)
     bench.end(0)
     assert bench.where != (bench.new, "", 0)
-    monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(bench.of("a").claim, 0))
+    bench.lack_room(monkeypatch, 0)
     for _ in range(3):
         bench.models.take_want(ModelWanted("a"))
         bench.turn(1)
@@ -569,25 +546,19 @@ async def test_the_next_server_ends_one_that_nobody_wants_any_more_after_its_str
     bench: RolloutBench, turned: bool
 ) -> None:
     start_rolled(bench, canary=(10,))
-    running = [
-        deployed(one.deployment, msgspec.json.decode(one.note, type=DeploymentRecord))
-        for one in bench.started
-    ]
-    await bench.models.close()
-    models = next_server(bench, None, 3)
-    models.take_news(DeployedPrograms(tuple(running[::-1] if turned else running)))
-    old, new = (msgspec.json.decode(one.note, type=DeploymentRecord).socket for one in running)
+    running, old, new = bench.running, bench.old, bench.new
+    await next_server(bench, None, *(running[::-1] if turned else running), revision=3)
     bench.turn()
-    assert bench.of("a@2").claimed == bench.of("a").claimed > 0, "both take memory"
+    assert bench.named("a@2").claimed == bench.named().claimed > 0, "both take memory"
     bench.there("a")
     bench.there("a@2")
     bench.turn(1)
     busy = ModelDemand("a", 1, 0, 0, 0.5, new)
-    models.take_demand("p0", ProxyDemand(len(bench.told), 0.5, (busy,)))
+    bench.models.take_demand("p0", ProxyDemand(len(bench.told), 0.5, (busy,)))
     bench.turn(1)
     assert bench.where == (old, "", 0)
     assert bench.stopped == []
-    models.take_demand("p0", ProxyDemand(len(bench.told), 0.5))
+    bench.models.take_demand("p0", ProxyDemand(len(bench.told), 0.5))
     bench.turn(1)
     bench.turn(1)
     assert bench.stopped == [StopDeployment(running[1].deployment)]
@@ -603,10 +574,10 @@ async def test_one_that_is_done_does_not_begin_again_while_that_is_not_stored(
     bench.turn(1)
     bench.end(0)
     bench.turn()
-    assert bench.of("a").socket == bench.new
+    assert bench.named().socket == bench.new
     bench.models.take_catalogue([bench.entry(plan=plan)])
     bench.turn()
-    assert bench.of("a").socket == bench.new
+    assert bench.named().socket == bench.new
     assert len(bench.started) == 2
 
 
@@ -626,13 +597,12 @@ async def test_a_placement_is_refused_while_a_model_has_two_deployments(
 @pytest.fixture
 def narrow(bench: RolloutBench, monkeypatch: pytest.MonkeyPatch) -> RolloutBench:
     """There is no room for both, and the old one ends for the new one."""
-    claim = bench.of("a").claim
-    monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(claim, claim))
+    bench.lack_room(monkeypatch, bench.named().claim)
     bench.roll()
     for _ in range(3):
         bench.say()
         bench.turn(1)
-    assert bench.stopped == [StopDeployment(bench.started[0].deployment)]
+    assert bench.stops(0)
     return bench
 
 
@@ -641,7 +611,7 @@ async def test_a_call_that_comes_right_after_an_undo_is_not_forgotten(narrow: Ro
     narrow.models.take_want(ModelWanted("a"))
     narrow.end(0)
     narrow.turn()
-    assert [one.words[0] for one in narrow.started] == ["/old", "/old"]
+    assert narrow.sources == ["/old", "/old"]
 
 
 async def test_a_call_that_waits_while_a_roll_out_is_undone_is_not_forgotten(
@@ -651,7 +621,7 @@ async def test_a_call_that_waits_while_a_roll_out_is_undone_is_not_forgotten(
     narrow.models.take_catalogue([narrow.entry(OLD, 3)])
     narrow.end(0)
     narrow.turn()
-    assert [one.words[0] for one in narrow.started] == ["/old", "/old"]
+    assert narrow.sources == ["/old", "/old"]
 
 
 async def test_while_a_placement_sets_its_instances_it_waits_and_says_so(

@@ -27,7 +27,6 @@ from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.orders import (
     DeployedProgram,
-    DeployedPrograms,
     DeploymentEnded,
     DeploymentStarted,
     Order,
@@ -37,9 +36,9 @@ from kvmig.fleet.orders import (
 from kvmig.fleet.settings import FleetSettings, make_folders
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.units import AgentWatcher, ManagedUnit
-from kvmig.proxy.messages import ModelWanted
 from kvmig.sharing.messages import MemberShare, UnitState
 from tests.support.inside import OwnSupervisor
+from tests.support.model_bench import ControllerBench, running
 from tests.support.waiting import until
 
 GIB = 1 << 30
@@ -69,7 +68,7 @@ class Host(MemoryBudget):
         return HostCapacity(1 << 50, 1 << 50)
 
 
-class Fleet:
+class Fleet(ControllerBench):
     """A server without its processes, of which a test may start some; time is the test's."""
 
     def __init__(self, folder: Path, total: int = 20 * GIB) -> None:
@@ -80,7 +79,7 @@ class Fleet:
         self.ordered: list[Order] = []
         self.specs: dict[str, ModelSpec] = {}
         self.models = self.server()
-        self.models.take_news(DeployedPrograms(()))
+        self.adopt()
 
     def server(self) -> ModelController:
         """Another one, which knows nothing."""
@@ -96,16 +95,17 @@ class Fleet:
         self.specs[name] = ModelSpec(name=name, source="path:/models/a", **more)
         self.catalogue()
 
+    async def begin_again(self, *running: DeployedProgram) -> None:
+        """Another server takes over what runs."""
+        await self.models.close()
+        self.models = self.server()
+        self.catalogue()
+        self.adopt(*running)
+
     def catalogue(self) -> None:
         self.models.take_catalogue(
             CatalogEntry(f"m-{name}", name, 1, True, one) for name, one in self.specs.items()
         )
-
-    def want(self, *names: str) -> None:
-        """Requests wait for them."""
-        for name in names:
-            self.models.take_want(ModelWanted(name))
-        self.turn()
 
     def turn(self, seconds: float = 0.1) -> None:
         self.now += seconds
@@ -169,9 +169,8 @@ async def test_the_agent_starts_first_and_each_model_joins_it_on_the_units_gpu(
     path = str(fleet.settings.unit("u"))
     assert agent.words == (path, f"--memory={ARENA}B", "--end-with-stdin")
     for name in "ab":
-        shown = fleet.models.shown(name)
-        assert shown is not None
-        assert (shown.life.state, shown.life.why) == ("waiting", "the agent of unit u starts")
+        life = fleet.named(name).life
+        assert (life.state, life.why) == ("waiting", "the agent of unit u starts")
     fleet.answers()
     fleet.want("a", "b")
     starts = fleet.taken(StartDeployment)
@@ -185,16 +184,16 @@ async def test_the_agent_starts_first_and_each_model_joins_it_on_the_units_gpu(
 async def test_what_models_share_is_claimed_once_and_until_the_last_has_ended(fleet: Fleet) -> None:
     agent, first, second = two_that_run(fleet)
     assert fleet.held() == {"GPU-0": {"unit u": ARENA, "a": OWN, "b": OWN}, "GPU-1": {}}
-    fleet.models.take_news(DeploymentEnded(first.deployment, "exit code 0"))
+    fleet.report_end(first.deployment)
     fleet.turn(10)
     assert fleet.held()["GPU-0"] == {"unit u": ARENA, "b": OWN}
     assert not fleet.taken(StopDeployment)
-    fleet.models.take_news(DeploymentEnded(second.deployment, "exit code 0"))
+    fleet.report_end(second.deployment)
     fleet.turn()
     assert fleet.taken(StopDeployment) == [StopDeployment(agent.deployment)]
     fleet.turn()
     assert not fleet.taken(StopDeployment), "once is enough"
-    fleet.models.take_news(DeploymentEnded(agent.deployment, "exit code 0"))
+    fleet.report_end(agent.deployment)
     fleet.turn()
     assert fleet.held() == {"GPU-0": {}, "GPU-1": {}}
     assert not fleet.ordered or not fleet.taken(StartDeployment)
@@ -204,7 +203,7 @@ async def test_an_agent_that_dies_is_started_again_where_its_models_look_for_it(
     fleet: Fleet,
 ) -> None:
     agent, _, _ = two_that_run(fleet)
-    fleet.models.take_news(DeploymentEnded(agent.deployment, "signal 9"))
+    fleet.report_end(agent.deployment, "signal 9")
     fleet.turn()
     assert not fleet.taken(StartDeployment), "not at once, if it keeps dying"
     fleet.turn(1)
@@ -220,18 +219,8 @@ async def test_the_next_server_takes_over_whatever_of_a_unit_is_left(
 ) -> None:
     started = two_that_run(fleet)
     agent, *models = started
-    runs = {"all": started, "the agent": (agent,), "the models": tuple(models)}[left]
-    await fleet.models.close()
-    fleet.models = fleet.server()
-    fleet.catalogue()
-    fleet.models.take_news(
-        DeployedPrograms(
-            tuple(
-                DeployedProgram(one.deployment, one.engine, one.note, 1, one.program)
-                for one in runs
-            )
-        )
-    )
+    runs = {"all": started, "the agent": (agent,), "the models": models}[left]
+    await fleet.begin_again(*map(running, runs))
     before = fleet.held()["GPU-0"]
     assert before["unit u"] == ARENA
     fleet.turn()
@@ -289,7 +278,7 @@ async def test_a_unit_whose_agent_cannot_be_started_keeps_no_other_one_back(flee
     fleet.models = ModelController(
         fleet.settings, order, lambda *_: 0, fleet.memory, fleet.clock, fleet.clock
     )
-    fleet.models.take_news(DeployedPrograms(()))
+    fleet.adopt()
     fleet.add("a")
     fleet.add("b", unit="v")
     fleet.want("a", "b")
@@ -313,9 +302,8 @@ async def test_an_idle_model_elsewhere_ends_for_a_unit_and_one_that_never_fits_i
         fleet.models.take_news(DeploymentStarted(fleet.start_of("serve").deployment, 1))
     fleet.want("a")
     assert not fleet.taken(StartDeployment)
-    shown = fleet.models.shown("a")
-    assert shown is not None
-    assert shown.life.why.startswith("no room: it needs 11.0 GiB of a GPU's memory, 5.0 GiB is")
+    why = "no room: it needs 11.0 GiB of a GPU's memory, 5.0 GiB is"
+    assert fleet.named("a").life.why.startswith(why)
 
 
 async def test_what_a_model_takes_besides_its_lease_is_measured_where_nothing_changes_meanwhile(
@@ -328,12 +316,10 @@ async def test_what_a_model_takes_besides_its_lease_is_measured_where_nothing_ch
     fleet.want("a")
     fleet.answers()
     fleet.want("a")
-    model = fleet.models.shown("a")
-    assert model is not None
-    assert model.watched is not None
-    await model.watched.looked.wait()  # there is no deployment that would say anything
+    watched = fleet.watched_of("a")
+    await watched.looked.wait()  # there is no deployment that would say anything
     row = InstanceRow(id="i0", state="serving", pid=os.getpid(), gpus=("0",))
-    model.watched.told = DeploymentEvent(0, data=(row,))
+    watched.told = DeploymentEvent(0, data=(row,))
     devices = fleet.memory.devices
     found = []
     for used, lease in [(7, 1), (7, 4), (8, 4), (7, 4), (7, 4), (7, 4), (6, 4), (6, 4)]:
@@ -386,7 +372,7 @@ async def test_the_agent_is_a_process_that_answers_and_another_one_after_kill_9(
         second = await next_news(DeploymentStarted)
         assert second.pid != first.pid
         await until(lambda: fleet.unit.state is not None)
-        fleet.models.take_news(DeploymentEnded(member.deployment, "exit code 0"))
+        fleet.report_end(member.deployment)
         fleet.turn(10)
         (stop,) = fleet.taken(StopDeployment)
         init.carry_out(stop)

@@ -15,7 +15,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import StartupError
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.instance_moves import AGAIN_S, FAILED_AGAIN_S
-from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
+from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.orders import StartDeployment
 from kvmig.fleet.rollout import RolloutTerms, begun
 from kvmig.fleet.rollout_table import StoredRollout
@@ -41,30 +41,33 @@ class BusyFleet(Fleet):
         for name in "ab":
             self.put(name, 6 * GIB, **more)
             self.want(name)
-            watched = self.model(name).watched
-            assert watched is not None
-            await watched.looked.wait()  # there is no deployment that would say anything else
+            # There is no deployment that would say anything else.
+            await self.watched_of(name).looked.wait()
             self.say(name, "i0")
             self.turn()
         assert self.held() == {"GPU-0": {"a": 6 * GIB}, "GPU-1": {"b": 6 * GIB}}
         self.taken(StartDeployment)
         self.put("c", 15 * GIB)
 
-    def model(self, name: str) -> ManagedModel:
-        found = self.models.shown(name)
+    async def call(self, name: str) -> None:
+        """A request waits for the model, and what that leads to is ordered."""
+        self.want(name)
+        await soon()
+
+    def moves_for(self, name: str) -> list[RoomMove]:
+        """What would move so that the model has room."""
+        found = self.models.moves_for(self.named(name))
         assert found is not None
-        return found
+        return list(found.moves)
 
     def say(self, name: str, *serving: str, starting: Sequence[str] = ()) -> None:
         """A deployment tells of its instances, which have requests."""
-        watched = self.model(name).watched
-        assert watched is not None
         rows = [
             InstanceRow(id=one, state=state, blocks_total=100, blocks_used=10)
             for state, names in (("serving", serving), ("starting", starting))
             for one in names
         ]
-        watched.take_event(DeploymentEvent(1, data=tuple(rows)))
+        self.watched_of(name).take_event(DeploymentEvent(1, data=tuple(rows)))
 
 
 async def soon() -> None:
@@ -83,7 +86,7 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         made.orders.append((count, tuple(gpus)))
         if made.refused:
             raise StartupError(made.refused)
-        rows = made.model("a").instance_rows
+        rows = made.named("a").instance_rows
         name = f"i{len(rows)}"
         before = [one.id for one in rows if one.state == "serving"]
         coming = [one.id for one in rows if one.state == "starting"]
@@ -114,23 +117,22 @@ def events_of(fleet: BusyFleet, model: str) -> list[str]:
 
 async def test_an_instance_moves_away_and_the_one_that_waits_has_its_gpu(fleet: BusyFleet) -> None:
     await fleet.begin()
-    fleet.want("c")
-    await soon()
+    await fleet.call("c")
     assert fleet.orders == [(1, ("1",))], "another one starts first"
-    assert fleet.model("c").life.why == (
+    assert fleet.named("c").life.why == (
         "no room: it needs 15.0 GiB of a GPU's memory, 14.0 GiB is free; instances move for it"
     )
     assert fleet.held() == {"GPU-0": {"a": 6 * GIB}, "GPU-1": {"a": 6 * GIB, "b": 6 * GIB}}
     fleet.turn()
     await soon()
     assert fleet.orders == [(1, ("1",))], "nothing else moves meanwhile"
-    assert fleet.model("c").life.why.endswith("14.0 GiB is free; instances move for it")
+    assert fleet.named("c").life.why.endswith("14.0 GiB is free; instances move for it")
     fleet.say("a", "i0", "i1")
     await soon()
     assert fleet.orders == [(1, ("1",)), "i0"], "its requests move"
     fleet.turn()
     assert fleet.taken(StartDeployment) == []
-    assert fleet.model("c").life.why.endswith("14.0 GiB is free; instances move for it")
+    assert fleet.named("c").life.why.endswith("14.0 GiB is free; instances move for it")
     (line,) = fleet.models.mover.lines()
     assert line.endswith("to make room: its 2 requests leave")
     assert fleet.orders == [(1, ("1",)), "i0"], "nothing else moves until it is gone"
@@ -139,7 +141,7 @@ async def test_an_instance_moves_away_and_the_one_that_waits_has_its_gpu(fleet: 
     assert fleet.start_of("serve").note.count("GPU-0") == 1
     assert fleet.models.mover.lines() == []
     assert "instance i0 moves so that another model has room" in events_of(fleet, "a")
-    kept = fleet.models.places.history.decision(fleet.model("a").deployment, "i1")
+    kept = fleet.models.places.history.decision(fleet.named("a").deployment, "i1")
     assert kept is not None
     assert kept.explanation.chosen is not None
 
@@ -156,14 +158,12 @@ async def test_one_that_can_not_start_elsewhere_stays_and_is_not_asked_again_soo
     await fleet.begin(instances=InstanceCounts(min=1))
     fleet.refused = "no memory"
     for _ in range(4):
-        fleet.want("c")
-        await soon()
+        await fleet.call("c")
     assert fleet.orders == [(1, ("1",)), (1, ("0",))], "each is asked once"
     assert "instance i0 has not moved: no memory" in events_of(fleet, "a")
     assert fleet.held() == {"GPU-0": {"a": 6 * GIB}, "GPU-1": {"b": 6 * GIB}}
     fleet.turn(AGAIN_S)
-    fleet.want("c")
-    await soon()
+    await fleet.call("c")
     assert len(fleet.orders) == 3
 
 
@@ -171,30 +171,25 @@ async def test_a_new_instance_that_fails_is_taken_out_and_the_old_one_serves_on(
     fleet: BusyFleet,
 ) -> None:
     await fleet.begin()
-    fleet.want("c")
-    await soon()
+    await fleet.call("c")
     fleet.say("a", "i0")
     await soon()
     assert fleet.orders == [(1, ("1",)), "i1"]
-    assert fleet.model("a").moving == ()
+    assert fleet.named("a").moving == ()
 
 
 async def test_a_move_is_over_when_its_deployment_is_gone(fleet: BusyFleet) -> None:
     await fleet.begin()
-    fleet.want("c")
+    await fleet.call("c")
+    assert fleet.named("a").moving
+    await fleet.watched_of("a").close()
     await soon()
-    model = fleet.model("a")
-    assert model.moving
-    assert model.watched is not None
-    await model.watched.close()
-    await soon()
-    assert model.moving == ()
+    assert fleet.named("a").moving == ()
 
 
 async def test_a_drain_that_does_not_end_keeps_nobody_waiting_for_ever(fleet: BusyFleet) -> None:
     await fleet.begin(instances=InstanceCounts(min=1))
-    fleet.want("c")
-    await soon()
+    await fleet.call("c")
     fleet.say("a", "i0", "i1")
     await soon()
     fleet.turn()
@@ -208,17 +203,14 @@ async def test_two_instances_of_a_model_move_together_and_both_serve_before_one_
 ) -> None:
     fleet.put("a", 4 * GIB, instances=InstanceCounts(min=2, max=2))
     fleet.turn()
-    watched = fleet.model("a").watched
-    assert watched is not None
-    await watched.looked.wait()
+    await fleet.watched_of("a").looked.wait()
     fleet.say("a", "i0", "i1")
     fleet.turn()
     fleet.taken(StartDeployment)
-    model = fleet.model("a")
+    model = fleet.named("a")
     model.places.by_instance |= {"i0": ("GPU-0",), "i1": ("GPU-0",)}
     fleet.put("c", 19 * GIB, gpus=("0",))
-    fleet.want("c")
-    await soon()
+    await fleet.call("c")
     assert fleet.orders == [(1, ("1",)), (1, ("1",))]
     assert fleet.held() == {"GPU-0": {"a": 8 * GIB}, "GPU-1": {"a": 8 * GIB}}
     fleet.say("a", "i0", "i1", "i2", starting=["i3"])
@@ -237,20 +229,17 @@ async def test_a_move_that_has_failed_is_tried_again_before_one_that_was_made(
 ) -> None:
     await fleet.begin(instances=InstanceCounts(min=1))
     fleet.refused = "no memory"
-    fleet.want("c")
-    await soon()
+    await fleet.call("c")
     fleet.refused = ""
     fleet.turn()
     await soon()
-    model = fleet.model("a")
-    assert model.moves_at == pytest.approx(fleet.now + FAILED_AGAIN_S, abs=1.0)
+    assert fleet.named("a").moves_at == pytest.approx(fleet.now + FAILED_AGAIN_S, abs=1.0)
 
 
 async def test_nothing_moves_for_one_that_fits(fleet: BusyFleet) -> None:
     await fleet.begin()
     fleet.put("c", 14 * GIB)
-    fleet.want("c")
-    await soon()
+    await fleet.call("c")
     assert fleet.orders == []
     assert fleet.start_of("serve").note.count("GPU-0") == 1
 
@@ -258,10 +247,8 @@ async def test_nothing_moves_for_one_that_fits(fleet: BusyFleet) -> None:
 async def test_a_model_that_rolls_out_does_not_move(fleet: BusyFleet) -> None:
     await fleet.begin()
     fleet.turn()
-    fleet.model("a").rolls = True
-    found = fleet.models.moves_for(fleet.model("c"))
-    assert found is not None
-    assert [one.model for one in found.moves] == ["b"]
+    fleet.named("a").rolls = True
+    assert [one.model for one in fleet.moves_for("c")] == ["b"]
 
 
 async def test_of_two_deployments_the_one_moves_whose_instance_was_chosen(
@@ -281,24 +268,19 @@ async def test_of_two_deployments_the_one_moves_whose_instance_was_chosen(
     ]
     fleet.models.take_catalogue(wanted)
     fleet.turn()
-    watched = fleet.model("a@2").watched
-    assert watched is not None
     row = InstanceRow(id="i0", state="serving", blocks_total=100, blocks_used=1)
-    watched.take_event(DeploymentEvent(1, data=(row,)))  # less is to move than at the old one
+    less = DeploymentEvent(1, data=(row,))  # than is to move at the old one
+    fleet.watched_of("a@2").take_event(less)
     fleet.turn()
     fleet.turn()
     held = fleet.held()
     assert held == {"GPU-0": {"a": 6 * GIB}, "GPU-1": {"a@2": 6 * GIB}}
-    found = fleet.models.moves_for(fleet.model("c"))
-    assert found is not None
-    assert [one.model for one in found.moves] == ["a@2"]
+    assert [one.model for one in fleet.moves_for("c")] == ["a@2"]
 
 
 async def test_what_would_move_is_shown_before_anything_waits(fleet: BusyFleet) -> None:
     await fleet.begin()
     fleet.turn()
-    found = fleet.models.moves_for(fleet.model("c"))
-    assert found is not None
-    (move,) = found.moves
+    (move,) = fleet.moves_for("c")
     assert (move.model, move.gpus, move.to_gpus) == ("a", ("GPU-0",), ("GPU-1",))
     assert fleet.orders == []

@@ -28,6 +28,19 @@ def looks(watch: StandbyWatch, row: LeaderRow, seconds: float, begin: float = 0.
     return [watch.take_row(row, begin + at * LOOK_S) for at in range(1, count + 1)]
 
 
+def watching(name: str = B) -> StandbyWatch:
+    """A standby that has seen the leader beat once."""
+    watch = StandbyWatch(name)
+    watch.take_row(LeaderRow(5, 1, A), 0.0)
+    watch.take_row(LeaderRow(5, 2, A), LOOK_S)
+    return watch
+
+
+def is_silent_at_last(found: list[Chance]) -> bool:
+    """Whether the last look is the first one that finds the leader silent."""
+    return found[-1] == "silent" and set(found[:-1]) == {"none"}
+
+
 def test_nobody_leads_a_new_database() -> None:
     assert StandbyWatch(B).take_row(None, 0.0) == "free"
 
@@ -38,27 +51,18 @@ def test_a_lead_that_was_left_or_was_this_hosts_is_free_at_once(host: str) -> No
 
 
 def test_a_leader_that_stops_beating_has_lost_the_lead() -> None:
-    watch = StandbyWatch(B)
-    watch.take_row(LeaderRow(5, 1, A), 0.0)
-    watch.take_row(LeaderRow(5, 2, A), LOOK_S)
-    found = looks(watch, LeaderRow(5, 2, A), SILENT_S, LOOK_S)
-    assert found[-1] == "silent"
-    assert set(found[:-1]) == {"none"}
+    assert is_silent_at_last(looks(watching(), LeaderRow(5, 2, A), SILENT_S, LOOK_S))
 
 
 def test_a_leader_that_was_never_seen_to_beat_has_more_time() -> None:
     watch = StandbyWatch(B)
     watch.take_row(LeaderRow(5, 1, A), 0.0)
-    found = looks(watch, LeaderRow(5, 1, A), UNSEEN_S)
-    assert found[-1] == "silent"
-    assert set(found[:-1]) == {"none"}
+    assert is_silent_at_last(looks(watch, LeaderRow(5, 1, A), UNSEEN_S))
 
 
 def test_a_leader_that_could_not_beat_has_more_time() -> None:
     """The database was away: the leader connects again, maybe later than the standby does."""
-    watch = StandbyWatch(B)
-    watch.take_row(LeaderRow(5, 1, A), 0.0)
-    watch.take_row(LeaderRow(5, 2, A), LOOK_S)
+    watch = watching()
     watch.note_miss()
     watch.take_row(LeaderRow(5, 2, A), 3 * LOOK_S)
     assert set(looks(watch, LeaderRow(5, 2, A), UNSEEN_S - LOOK_S, 3 * LOOK_S)) == {"none"}
@@ -72,9 +76,7 @@ def test_a_leader_that_beats_slowly_keeps_the_lead() -> None:
 
 
 def test_a_standby_that_stood_still_itself_has_seen_no_silence() -> None:
-    watch = StandbyWatch(B)
-    watch.take_row(LeaderRow(5, 1, A), 0.0)
-    watch.take_row(LeaderRow(5, 2, A), LOOK_S)
+    watch = watching()
     assert watch.take_row(LeaderRow(5, 2, A), LOOK_S + GAP_S + 60) == "none"
 
 
@@ -99,22 +101,16 @@ def test_a_leader_whose_database_is_away_goes_on_giving_orders() -> None:
 
 
 def test_another_leader_begins_with_all_its_time() -> None:
-    watch = StandbyWatch("c:/data")
-    watch.take_row(LeaderRow(5, 1, A), 0.0)
-    watch.take_row(LeaderRow(5, 2, A), LOOK_S)
+    watch = watching("c:/data")
     looks(watch, LeaderRow(5, 2, A), SILENT_S - LOOK_S, LOOK_S)
     assert watch.take_row(LeaderRow(6, 0, B), SILENT_S + LOOK_S) == "none"
 
 
 def test_another_leader_that_was_never_seen_to_beat_has_more_time() -> None:
     """A third host has seen the one before it beat."""
-    watch = StandbyWatch("c:/data")
-    watch.take_row(LeaderRow(5, 1, A), 0.0)
-    watch.take_row(LeaderRow(5, 2, A), LOOK_S)
+    watch = watching("c:/data")
     watch.take_row(LeaderRow(6, 0, B), 2 * LOOK_S)
-    found = looks(watch, LeaderRow(6, 0, B), UNSEEN_S, 2 * LOOK_S)
-    assert found[-1] == "silent"
-    assert set(found[:-1]) == {"none"}
+    assert is_silent_at_last(looks(watch, LeaderRow(6, 0, B), UNSEEN_S, 2 * LOOK_S))
 
 
 class MadeUpDatabase:

@@ -18,11 +18,12 @@ from kvmig.fleet import live_view
 from kvmig.fleet.callers import FORWARDED
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.live_view import fair_part
-from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
+from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from tests.support import fake_devices
 from tests.support.fleet_api import Api, said
 from tests.support.fleet_stores import Place
+from tests.support.model_bench import shown, watched_of
 
 ROWS = [RequestRow(id=f"r{at}", call_id="call", instance="i0", state="running", tokens=at, blocks=1)
         for at in range(3)]  # fmt: skip
@@ -72,44 +73,28 @@ async def api(sqlite_place: Place, watched: Watched) -> AsyncIterator[Api]:
     """Model qwen with the instances i0, which serves, and i1, which is drained."""
     made = Api(sqlite_place)
     await made.backend.stored(made.store.open)
-    spec = ModelSpec(
-        name="qwen",
-        source=f"path:{made.folder}",
-        engine="toy",
-        instances=InstanceCounts(min=1, max=2),
-    )
+    counts = InstanceCounts(min=1, max=2)
+    spec = ModelSpec(name="qwen", source=f"path:{made.folder}", engine="toy", instances=counts)
     made.models.take_catalogue([CatalogEntry("m1", "qwen", 1, True, spec)])
     made.models.reconcile()
-    model = qwen(made)
-    assert model.watched is not None
-    await model.watched.looked.wait()
-    model.watched.told = DeploymentEvent(
+    there = watched_of(made.models, "qwen")
+    await there.looked.wait()
+    there.told = DeploymentEvent(
         2, data=(InstanceRow(id="i0", state="serving"), InstanceRow(id="i1", state="draining"))
     )
     yield made
     await made.close()
 
 
-def qwen(api: Api) -> ManagedModel:
-    model = api.models.shown("qwen")
-    assert model is not None
-    return model
-
-
 async def test_a_look_has_models_instances_streams_and_migrations(api: Api) -> None:
-    model = qwen(api)
-    assert model.watched is not None
+    reports = watched_of(api.models, "qwen").reports
     for at in (5.0, 7.0):
-        model.watched.reports.append(MoveRecord(request_id=f"at {at}", ended_at=at))
+        reports.append(MoveRecord(request_id=f"at {at}", ended_at=at))
     status, found = await api.ask("GET", "live")
     assert status == 200
-    (shown,) = found["models"]
-    assert (shown["name"], shown["serving"], shown["running"], shown["streams"]) == (
-        "qwen",
-        1,
-        2,
-        3,
-    )
+    (model,) = found["models"]
+    counts = {"name": "qwen", "serving": 1, "running": 2, "streams": 3}
+    assert model == model | counts
     assert [one["row"]["id"] for one in found["instances"]] == ["i0", "i1"]
     assert found["instances"][0]["worker"] == "local"
     assert [one["row"]["id"] for one in found["streams"]] == ["r2", "r1", "r0"]
@@ -275,7 +260,7 @@ async def test_a_stream_of_a_model_that_was_asked_for_by_another_name_moves(
 async def test_instances_of_a_removed_model_do_not_count_for_one_that_has_its_name(
     api: Api,
 ) -> None:
-    model = qwen(api)
+    model = shown(api.models, "qwen")
     model.wanted = replace(model.wanted, model_id="m2")
-    (shown,) = (await api.ask("GET", "live?streams=0"))[1]["models"]
-    assert (shown["serving"], shown["running"]) == (0, 0)
+    (row,) = (await api.ask("GET", "live?streams=0"))[1]["models"]
+    assert (row["serving"], row["running"]) == (0, 0)

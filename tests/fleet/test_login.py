@@ -25,6 +25,7 @@ from kvmig.fleet.login_api import login_api
 from kvmig.fleet.store import FleetStore
 from tests.support.fleet_stores import ANNA, Place, database_reads
 from tests.support.provider_site import CLIENT, ProviderSite, new_key, provider_site
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -309,9 +310,9 @@ async def test_known_keys_are_used_while_the_provider_is_looked_at_for_a_forged_
 ) -> None:
     assert (await logins.log_in(site.token()))[0] == 200
     clock.now += 31
-    site.slow_s = 1.5
+    site.slow_s, asked = 1.5, site.asked
     forged = asyncio.create_task(logins.log_in(ProviderSite(issuer=site.issuer).token()))
-    await asyncio.sleep(0.2)  # it waits for the provider now
+    await until(lambda: site.asked > asked)  # it waits for the provider now
     async with asyncio.timeout(1):
         assert (await logins.log_in(site.token()))[0] == 200
     site.slow_s = 0.0

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kvmig.fleet.figure_rows import forget_engines, store_figure, stored_figures
 from kvmig.fleet.memory_figures import MeasuredRest, MemoryFigures, MemoryShape
-from tests.support.fleet_stores import Place
+from kvmig.fleet.store import FleetStore
 
 SHAPE = MemoryShape(
     engine="vllm 0.32.0", device="cpu", part="host", family="Llama", eager=True, weights=1000
@@ -18,6 +18,12 @@ SHAPE = MemoryShape(
 
 def found(rest: int, model: str = "a", at: float = 0.0, **shape: Any) -> MeasuredRest:
     return MeasuredRest(shape=replace(SHAPE, **shape), rest=rest, model=model, at=at)
+
+
+def nearest(figures: MemoryFigures, **shape: Any) -> MeasuredRest:
+    near = figures.nearest(replace(SHAPE, **shape))
+    assert near is not None
+    return near
 
 
 def test_nothing_is_known_before_a_first_start() -> None:
@@ -41,15 +47,10 @@ def test_the_most_alike_one_counts_and_says_which_it_is_and_of_when() -> None:
             found(4, "near", at=86_400.0 * 365, weights=1100),
         ]
     )
-    near = figures.nearest(SHAPE)
-    assert near is not None
+    near = nearest(figures)
     assert (near.rest, near.basis) == (4, "measured on 1971-01-01 with near")
-    new = figures.nearest(replace(SHAPE, family="Qwen"))
-    assert new is not None
-    assert new.model == "other", "the most that any has taken"
-    compiled = figures.nearest(replace(SHAPE, eager=False))
-    assert compiled is not None
-    assert compiled.model == "compiled"
+    assert nearest(figures, family="Qwen").model == "other", "the most that any has taken"
+    assert nearest(figures, eager=False).model == "compiled"
 
 
 def test_a_new_architecture_counts_as_one_with_like_layers_and_a_like_vocabulary() -> None:
@@ -68,9 +69,7 @@ def test_a_new_architecture_counts_as_one_with_like_layers_and_a_like_vocabulary
         (("Full", "Window"), 3000, "more"),
         ((), 3000, "states"),
     ):
-        shape = replace(SHAPE, family="new", kinds=kinds, vocabulary=vocabulary)
-        near = figures.nearest(shape)
-        assert near is not None
+        near = nearest(figures, family="new", kinds=kinds, vocabulary=vocabulary)
         assert near.model == model, (kinds, vocabulary)
 
 
@@ -85,27 +84,22 @@ def test_the_most_that_one_shape_took_counts_and_only_what_is_new_is_stored() ->
 
 
 def test_the_next_server_knows_what_was_measured_of_the_engines_that_are_there(
-    place: Place,
+    store: FleetStore,
 ) -> None:
-    store = place.store()
-    store.open()
-    try:
-        database = store.database
-        for one in (
-            found(5),
-            found(6, kinds=("Full", "Mamba"), vocabulary=2048),
-            found(7, weights=2000),
-            found(8, engine="vllm 0.31.0"),
-        ):
-            store_figure(database, one)
-        forget_engines(database, ["vllm 0.32.0", "transformers 5"])
-        figures = MemoryFigures()
-        figures.recall(stored_figures(database))
-        assert sorted(one.rest for one in stored_figures(database)) == [6, 7]
-        assert figures.nearest(SHAPE) == found(6, kinds=("Full", "Mamba"), vocabulary=2048)
-        assert figures.take_new() == []
-    finally:
-        store.close()
+    database = store.database
+    for one in (
+        found(5),
+        found(6, kinds=("Full", "Mamba"), vocabulary=2048),
+        found(7, weights=2000),
+        found(8, engine="vllm 0.31.0"),
+    ):
+        store_figure(database, one)
+    forget_engines(database, ["vllm 0.32.0", "transformers 5"])
+    figures = MemoryFigures()
+    figures.recall(stored_figures(database))
+    assert sorted(one.rest for one in stored_figures(database)) == [6, 7]
+    assert figures.nearest(SHAPE) == found(6, kinds=("Full", "Mamba"), vocabulary=2048)
+    assert figures.take_new() == []
 
 
 def test_where_a_rule_has_what_differs_the_one_in_the_middle_counts() -> None:

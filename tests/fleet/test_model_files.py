@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvmig.core.background import cancel_tasks
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError
 from kvmig.fleet import model_files
@@ -47,17 +48,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
 class FilesBench:
     """A server's part that keeps files, and what is around it."""
 
-    def __init__(self, store: FleetStore, folder: Path, **more: Any) -> None:
-        self.settings = FleetSettings(data=str(folder), **more)
-        self.settings.path("logs").mkdir(parents=True, exist_ok=True)
+    def __init__(self, store: FleetStore, folder: Path) -> None:
         self.store = store
+        self.folder = folder
         self.used: set[str] = set()
         self.changes = 0
-        self.files = ModelFiles(
-            self.settings, store.database, self._stored, self._changed, lambda: self.used,
-            monotonic, time.time,
-        )  # fmt: skip
-        self._running: asyncio.Task[None] | None = None
 
     async def _stored(self, call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
@@ -65,15 +60,19 @@ class FilesBench:
     async def _changed(self) -> None:
         self.changes += 1
 
-    async def start(self) -> FilesBench:
+    async def start(self, **more: Any) -> None:
+        """As a server on that folder; after `close`, as the next one."""
+        self.settings = FleetSettings(data=str(self.folder), **more)
+        self.settings.path("logs").mkdir(parents=True, exist_ok=True)
+        self.files = ModelFiles(
+            self.settings, self.store.database, self._stored, self._changed, lambda: self.used,
+            monotonic, time.time,
+        )  # fmt: skip
         await self.files.start()
         self._running = asyncio.create_task(self.files.run())
-        return self
 
     async def close(self) -> None:
-        assert self._running is not None
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
+        await cancel_tasks(self._running)
         await self.files.close()
 
     async def until(self, state: str, source: str = SOURCE) -> FilesView:
@@ -90,7 +89,8 @@ class FilesBench:
 async def bench(sqlite_place: Place, hub: ModelHub) -> AsyncIterator[FilesBench]:
     store = sqlite_place.store()
     store.open()
-    made = await FilesBench(store, sqlite_place.folder / "data").start()
+    made = FilesBench(store, sqlite_place.folder / "data")
+    await made.start()
     yield made
     await made.close()
     store.close()
@@ -197,9 +197,7 @@ async def test_a_fetcher_that_is_killed_is_started_again_and_goes_on(
     assert int(hub.downloads("model.safetensors")[-1].removeprefix("bytes=").rstrip("-")) > 0
 
 
-async def test_the_next_server_goes_on_with_a_download(
-    bench: FilesBench, hub: ModelHub, sqlite_place: Place
-) -> None:
+async def test_the_next_server_goes_on_with_a_download(bench: FilesBench, hub: ModelHub) -> None:
     hub.faults.hold_after = 3_500_000
     await bench.files.take_models({"a": SOURCE})
     await until(lambda: bench.files.view(SOURCE).done > 2_000_000)
@@ -207,54 +205,50 @@ async def test_the_next_server_goes_on_with_a_download(
     hub.faults.hold_after = None
     hub.faults.held.set()
 
-    after = await FilesBench(bench.store, sqlite_place.folder / "data").start()
-    await after.files.take_models({"a": SOURCE})
-    await after.until("whole")
+    await bench.start()
+    await bench.files.take_models({"a": SOURCE})
+    await bench.until("whole")
     assert int(hub.downloads("model.safetensors")[-1].removeprefix("bytes=").rstrip("-")) > 0
-    await after.close()
+    await bench.close()
 
-    offline = await FilesBench(bench.store, sqlite_place.folder / "data").start()
+    await bench.start()
     hub.faults.statuses = [500] * 100
-    assert offline.files.missing(SOURCE) is None  # what is there serves without the hub
-    await offline.close()
+    assert bench.files.missing(SOURCE) is None  # what is there serves without the hub
 
 
 @pytest.mark.long
 async def test_files_that_nobody_uses_go_for_others_and_pinned_ones_stay(
-    bench: FilesBench, hub: ModelHub, sqlite_place: Place
+    bench: FilesBench, hub: ModelHub
 ) -> None:
     await bench.close()
     for name in ("org/b", "org/c", "org/d"):
         hub.add(name, small_model(LARGE + len(hub.models)))
-    limited = await FilesBench(
-        bench.store, sqlite_place.folder / "data", files_bytes=9_000_000
-    ).start()
+    await bench.start(files_bytes=9_000_000)
     for name in ("org/small", "org/b"):
-        await limited.files.pull(f"hf:{name}", ANNA)
-        await limited.until("whole", f"hf:{name}")
-    await limited.files.pin(SOURCE, True, ANNA)
-    before = limited.files.view("hf:org/b")
-    await limited.files.pull("hf:org/c", ANNA)
-    await limited.until("whole", "hf:org/c")
+        await bench.files.pull(f"hf:{name}", ANNA)
+        await bench.until("whole", f"hf:{name}")
+    await bench.files.pin(SOURCE, True, ANNA)
+    before = bench.files.view("hf:org/b")
+    await bench.files.pull("hf:org/c", ANNA)
+    await bench.until("whole", "hf:org/c")
     with pytest.raises(NotThere, match="there are no files of hf:org/b"):
-        limited.files.view("hf:org/b")
+        bench.files.view("hf:org/b")
     assert not is_there(before)
 
-    await limited.files.take_models({"c": "hf:org/c"})
-    await limited.files.pull("hf:org/d", ANNA)
-    failed = await limited.until("failed", "hf:org/d")
+    await bench.files.take_models({"c": "hf:org/c"})
+    await bench.files.pull("hf:org/d", ANNA)
+    failed = await bench.until("failed", "hf:org/d")
     assert "more than --model-files allows (9000000)" in failed.why
-    assert {one.source for one in limited.files.views() if one.folder} == {SOURCE, "hf:org/c"}
+    assert {one.source for one in bench.files.views() if one.folder} == {SOURCE, "hf:org/c"}
     with pytest.raises(NameTaken, match="hf:org/c is used by c"):
-        await limited.files.remove("hf:org/c", ANNA)
-    await limited.files.take_models({})
-    limited.used.add(limited.files.view("hf:org/c").folder)
+        await bench.files.remove("hf:org/c", ANNA)
+    await bench.files.take_models({})
+    bench.used.add(bench.files.view("hf:org/c").folder)
     with pytest.raises(NameTaken, match="is used by a deployment"):
-        await limited.files.remove("hf:org/c", ANNA)
-    limited.used.clear()
-    await limited.files.remove("hf:org/c", ANNA)
-    assert not any(one.source == "hf:org/c" for one in limited.files.views())
-    await limited.close()
+        await bench.files.remove("hf:org/c", ANNA)
+    bench.used.clear()
+    await bench.files.remove("hf:org/c", ANNA)
+    assert not any(one.source == "hf:org/c" for one in bench.files.views())
 
 
 @pytest.mark.long
@@ -274,19 +268,17 @@ async def test_a_full_disk_refuses_before_a_byte_comes_and_names_the_bytes(
 
 
 async def test_two_downloads_do_not_get_the_same_bytes_of_the_limit(
-    bench: FilesBench, hub: ModelHub, sqlite_place: Place
+    bench: FilesBench, hub: ModelHub
 ) -> None:
     await bench.close()
     hub.add("org/b", small_model(LARGE + 1))
     hub.faults.hold_after = 3_500_000
-    folder = sqlite_place.folder / "data"
-    limited = await FilesBench(bench.store, folder, files_bytes=6_000_000).start()
-    await limited.files.pull(SOURCE, ANNA)
-    await until(lambda: limited.files.view(SOURCE).done > 2_000_000)
-    await limited.files.pull("hf:org/b", ANNA)
-    failed = await limited.until("failed", "hf:org/b")
+    await bench.start(files_bytes=6_000_000)
+    await bench.files.pull(SOURCE, ANNA)
+    await until(lambda: bench.files.view(SOURCE).done > 2_000_000)
+    await bench.files.pull("hf:org/b", ANNA)
+    failed = await bench.until("failed", "hf:org/b")
     assert "more than --model-files allows (6000000)" in failed.why
-    await limited.close()
 
 
 async def test_a_download_that_failed_leaves_nothing_once_it_is_removed(
@@ -345,7 +337,7 @@ async def test_what_is_no_remote_source_is_refused(bench: FilesBench) -> None:
 
 
 async def test_a_second_fleet_on_the_same_folder_is_refused_and_removes_nothing(
-    bench: FilesBench, sqlite_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: FilesBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_files, "HOLD_S", 0.2)
     await bench.files.take_models({"a": SOURCE})
@@ -354,12 +346,12 @@ async def test_a_second_fleet_on_the_same_folder_is_refused_and_removes_nothing(
     (tmp_path / "other" / "files").symlink_to(bench.settings.files)
     second = FilesBench(bench.store, tmp_path / "other")
     with pytest.raises(ConfigError, match=f"files is in use by process {os.getpid()}"):
-        await second.files.start()
+        await second.start()
     assert is_there(found)
 
 
 async def test_what_a_failed_download_left_is_counted_by_the_next_server_and_goes_with_its_source(
-    bench: FilesBench, hub: ModelHub, sqlite_place: Place
+    bench: FilesBench, hub: ModelHub
 ) -> None:
     hub.faults.hold_after = 3_500_000
     await bench.files.pull(SOURCE, ANNA)
@@ -368,24 +360,22 @@ async def test_what_a_failed_download_left_is_counted_by_the_next_server_and_goe
     hub.faults.statuses = [500] * 1000
     hub.faults.held.set()
 
-    after = await FilesBench(bench.store, sqlite_place.folder / "data").start()
-    assert after.files.view(SOURCE).done > 2_000_000
-    await after.until("failed")
-    await until(lambda: not after.files.fetchers())
-    assert after.files.view(SOURCE).done > 2_000_000
-    await after.files.remove(SOURCE, ANNA)
-    assert not any((after.files.folder.root / "part").iterdir())
-    await after.close()
+    await bench.start()
+    assert bench.files.view(SOURCE).done > 2_000_000
+    await bench.until("failed")
+    await until(lambda: not bench.files.fetchers())
+    assert bench.files.view(SOURCE).done > 2_000_000
+    await bench.files.remove(SOURCE, ANNA)
+    assert not any((bench.files.folder.root / "part").iterdir())
 
 
 async def test_what_a_download_left_of_a_source_that_nobody_wants_is_removed_at_the_start(
-    bench: FilesBench, hub: ModelHub, sqlite_place: Place
+    bench: FilesBench, hub: ModelHub
 ) -> None:
     await bench.close()
     bench.files.folder.begin("small-0123", "hf:org/unknown")
-    after = await FilesBench(bench.store, sqlite_place.folder / "data").start()
-    assert not any((after.files.folder.root / "part").iterdir())
-    await after.close()
+    await bench.start()
+    assert not any((bench.files.folder.root / "part").iterdir())
 
 
 async def test_evaluations_start_two_fetchers_at_once_however_many_ask(

@@ -12,18 +12,15 @@ import pytest
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.managed_model import DeploymentRecord
-from kvmig.fleet.orders import (
-    DeployedProgram,
-    DeployedPrograms,
-    DeploymentEnded,
-    StartDeployment,
-    StopDeployment,
-)
+from kvmig.fleet.orders import StartDeployment, StopDeployment
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.sharing.messages import UnitState
 from tests.fleet.test_fleet_units import GIB, Fleet
+from tests.support.model_bench import running
 
 KV = GIB // 4
+ALONE: dict[str, Any] = {"unit": "", "unit_memory": 0, "gpu_memory": 4 * GIB}
+"""A model that is in no unit by its specification."""
 
 
 def placed(*units: tuple[str, list[int], str], share: float = 0.6) -> dict[str, Any]:
@@ -80,7 +77,7 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr("kvmig.fleet.units.LOOK_S", 60.0)
     made = PlacedFleet(tmp_path / "data")
     for name in "ab":
-        made.add(name, unit="", unit_memory=0, gpu_memory=4 * GIB)
+        made.add(name, **ALONE)
     yield made
     await made.placement.close()
     await made.models.close()
@@ -108,10 +105,7 @@ async def test_agents_start_first_and_then_the_models_as_their_members(fleet: Pl
     assert "--unit-shares=100,60" in words
     note = msgspec.json.decode(by_model["b"].note, type=DeploymentRecord)
     assert note.gpus == {"i0": ("GPU-0",), "i1": ("GPU-1",)}
-    assert [(one.unit, one.arena) for one in note.agents] == [
-        ("left", 8 * GIB),
-        ("right", 8 * GIB),
-    ]
+    assert {one.unit: one.arena for one in note.agents} == {"left": 8 * GIB, "right": 8 * GIB}
     held = {one.id: dict(one.claims) for one in fleet.models.places.devices()}
     assert held["GPU-0"] == {"unit left": 8 * GIB, "a": 4 * GIB, "b": 4 * GIB}
 
@@ -136,20 +130,12 @@ async def test_agents_stay_as_long_as_a_member_runs_and_the_next_server_starts_t
     await fleet.placement.reach_placement(None)
     fleet.turn()
     assert fleet.taken(StopDeployment) == [], "the models are members still"
-    await fleet.models.close()
-    fleet.models = fleet.server()
-    fleet.catalogue()
-    alive = [
-        DeployedProgram(one.deployment, one.engine, one.note, 7, one.program) for one in starts
-    ]
-    left = DeployedProgram(agents[0].deployment, "", agents[0].note, 7, "unit")
-    fleet.models.take_news(DeployedPrograms((*alive, left)))
+    await fleet.begin_again(*map(running, starts), running(agents[0]))
     fleet.turn()
-    assert [one.program for one in fleet.taken(StartDeployment)] == ["unit"], (
-        "one has died meanwhile"
-    )
-    for one in alive:
-        fleet.models.take_news(DeploymentEnded(one.deployment, "exit code 0"))
+    again = [one.program for one in fleet.taken(StartDeployment)]
+    assert again == ["unit"], "one has died meanwhile"
+    for one in starts:
+        fleet.report_end(one.deployment)
     fleet.specs.clear()
     fleet.catalogue()
     fleet.turn()
@@ -163,13 +149,9 @@ async def test_what_no_agent_can_do_is_refused_with_a_sentence(fleet: PlacedFlee
     for name in ("a/b", "i0", "a: b", "\0", "x" * 65, "ä"):
         said = await fleet.refused(placed((name, [0], "a b")))
         assert "must be letters, digits and . _ : , -, at most 64" in said
-    fleet.specs["a"] = msgspec.structs.replace(fleet.specs["a"], engine="toy")
-    fleet.catalogue()
+    fleet.add("a", **ALONE, engine="toy")
     assert "engine is toy, must be vllm" in await fleet.refused(TWO)
-    fleet.specs["a"] = msgspec.structs.replace(
-        fleet.specs["a"], engine="vllm", flags=("--unit-guarantee=1GiB",)
-    )
-    fleet.catalogue()
+    fleet.add("a", **ALONE, flags=("--unit-guarantee=1GiB",))
     assert "flags has --unit-guarantee, must be without" in await fleet.refused(TWO)
 
 

@@ -6,15 +6,14 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from kvmig.core.devices import DeviceInventory, DeviceRecord
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
+from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.node_reserve import ReserveLadder
-from kvmig.fleet.orders import DeployedProgram, DeployedPrograms, StartDeployment
+from kvmig.fleet.orders import StartDeployment
 from kvmig.fleet.placed_workers import check_replan
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.settings import FleetSettings
@@ -100,14 +99,9 @@ class PlacedBench(WorkerBench):
     def wish(self) -> dict[str, tuple[WantedUnit, ...]]:
         return dict(self.pool.wish().units)
 
-    def named(self, name: str) -> ManagedModel:
-        found = self.models.shown(name)
-        assert found is not None
-        return found
-
     def starts(self) -> dict[str, StartDeployment]:
-        found = [one for one in self.ordered if isinstance(one, StartDeployment)]
-        return {msgspec.json.decode(one.note, type=DeploymentRecord).model: one for one in found}
+        notes = zip(self.notes, self.started, strict=True)
+        return {note.model: start for note, start in notes}
 
     def claims(self) -> dict[str, dict[str, int]]:
         return {one.id: dict(one.claims) for one in self.models.places.devices() if one.claims}
@@ -122,13 +116,23 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await made.models.close()
 
 
-async def both_start(bench: PlacedBench) -> None:
-    """As TWO has it."""
+def two_nodes(bench: PlacedBench, **more: Any) -> None:
+    """Models a and b, and workers a and b, which have three GPUs."""
     bench.see(node("a", 0, 0), node("b", 0))
-    bench.add_models()
-    await bench.want_placement(TWO)
+    bench.add_models(**more)
+
+
+async def both_start(bench: PlacedBench, given: Mapping[str, Any] = TWO) -> None:
+    """As a placement like TWO has it."""
+    two_nodes(bench)
+    await bench.want_placement(given)
+    take_units(bench)
+
+
+def take_units(bench: PlacedBench, left: str = "GPU-a1", right: str = "GPU-b0") -> None:
+    """The workers have the units, on these GPUs."""
     a, b = node("a", 0, 0), node("b", 0)
-    bench.see(bench.with_units(a, left="GPU-a1"), bench.with_units(b, right="GPU-b0"))
+    bench.see(bench.with_units(a, left=left), bench.with_units(b, right=right))
     bench.turns()
 
 
@@ -163,8 +167,7 @@ async def test_a_unit_that_cannot_be_looked_at_keeps_its_wish_and_no_other_one_b
         return unit_on(node, path)
 
     monkeypatch.setattr(bench.pool, "unit_on", look)
-    bench.see(node("a", 0, 0), node("b", 0))
-    bench.add_models()
+    two_nodes(bench)
     await bench.want_placement(TWO)
     right = {B: (WantedUnit(path=bench.path("right"), memory=0, gpus=("GPU-b0",)),)}
     assert bench.wish() == right
@@ -180,8 +183,7 @@ async def test_a_unit_that_cannot_be_looked_at_keeps_its_wish_and_no_other_one_b
 async def test_workers_take_the_gpus_that_units_name_before_their_models_start(
     bench: PlacedBench,
 ) -> None:
-    bench.see(node("a", 0, 0), node("b", 0))
-    bench.add_models()
+    two_nodes(bench)
     assert await bench.want_placement(TWO) == ["a, b start in their units, once they are on"]
     assert bench.wish() == {
         A: (WantedUnit(path=bench.path("left"), memory=0, gpus=("GPU-a1",)),),
@@ -194,8 +196,7 @@ async def test_workers_take_the_gpus_that_units_name_before_their_models_start(
 async def test_a_unit_whose_gpu_others_have_says_so_and_the_other_units_models_start(
     bench: PlacedBench,
 ) -> None:
-    bench.see(node("a", 0, 0), node("b", 0))
-    bench.add_models()
+    two_nodes(bench)
     await bench.want_placement(placed(unit("left", "worker-a", [1], "a"), RIGHT))
     busy = "Ray has given GPU GPU-a1 to others, or does not have it"
     a = node("a", 0, 0)
@@ -228,14 +229,11 @@ async def test_models_start_on_the_gpus_of_their_units_and_take_none_of_ray(
 
 
 async def test_a_unit_of_two_gpus_has_an_instance_with_two_workers(bench: PlacedBench) -> None:
-    bench.see(node("a", 0, 0), node("b", 0))
-    bench.add_models(flags=("--mixed-shapes",))
+    two_nodes(bench, flags=("--mixed-shapes",))
     await bench.want_placement(placed(unit("left", "worker-a", [1, 0], "a"), RIGHT))
     (wanted,) = bench.wish()[A]
     assert (wanted.gpus, wanted.count) == (("GPU-a1", "GPU-a0"), 2)
-    a, b = node("a", 0, 0), node("b", 0)
-    bench.see(bench.with_units(a, left="GPU-a1 GPU-a0"), bench.with_units(b, right="GPU-b0"))
-    bench.turns()
+    take_units(bench, left="GPU-a1 GPU-a0")
     words = bench.starts()["a"].words
     assert "--instance-gpus=i0: GPU-a1,GPU-a0" in words
     assert "--instance-flags=i0: --tensor-parallel-size=2" in words
@@ -245,13 +243,8 @@ async def test_a_unit_of_two_gpus_has_an_instance_with_two_workers(bench: Placed
 async def test_places_with_kv_caches_of_their_own_sizes_start_with_these(
     bench: PlacedBench,
 ) -> None:
-    bench.see(node("a", 0, 0), node("b", 0))
-    bench.add_models()
     other = [{"name": "b", "kv_bytes": GIB, "held_bytes": GIB}]
-    await bench.want_placement(placed(LEFT, {**RIGHT, "models": other}))
-    a, b = node("a", 0, 0), node("b", 0)
-    bench.see(bench.with_units(a, left="GPU-a1"), bench.with_units(b, right="GPU-b0"))
-    bench.turns()
+    await both_start(bench, placed(LEFT, {**RIGHT, "models": other}))
     words = bench.starts()["b"].words
     assert f"--instance-flags=i0: --kv-cache-memory-bytes={KV}" in words
     assert f"--instance-flags=i1: --kv-cache-memory-bytes={GIB}" in words
@@ -293,15 +286,11 @@ async def test_the_next_server_keeps_the_gpus_of_units_in_which_models_run(
 ) -> None:
     await both_start(bench)
     then = PlacedBench(tmp_path)
-    deployed = tuple(
-        DeployedProgram(bench.named(name).deployment, "", start.note, 1)
-        for name, start in bench.starts().items()
-    )
     then.specs = bench.specs
-    then.models.take_news(DeployedPrograms(deployed))
+    then.adopt(*bench.running)
     then.see(node("a", 0, 0), node("b", 0))
     then.models.take_catalogue(bench.named(name).wanted for name in "ab")
-    then.models.take_news(DeployedPrograms(deployed))
+    then.adopt(*bench.running)
     then.turns()
     assert {name: one[0].gpus for name, one in then.wish().items()} == {
         A: ("GPU-a1",), B: ("GPU-b0",),
@@ -310,8 +299,7 @@ async def test_the_next_server_keeps_the_gpus_of_units_in_which_models_run(
 
 
 async def test_what_a_workers_gpus_cant_do_is_refused_with_a_sentence(bench: PlacedBench) -> None:
-    bench.see(node("a", 0, 0), node("b", 0))
-    bench.add_models()
+    two_nodes(bench)
     allowed = "unit left: gpus has 7, allowed are those of worker worker-a: 0, 1"
     assert allowed in await bench.refused(placed(unit("left", "worker-a", [7], "a b")))
     half = unit("left", "worker-a", [], "a")
@@ -343,9 +331,7 @@ async def test_a_unit_stays_on_its_worker_and_gpus_as_long_as_its_models_run(
     bench: PlacedBench,
 ) -> None:
     await both_start(bench)
-    for name in "ab":
-        watched = bench.named(name).watched
-        assert watched is not None
+    assert all(bench.watched_of(name) for name in "ab")
     await bench.placement.reach_placement(None)
     said = await bench.refused(placed({**LEFT, "gpus": [0]}, RIGHT))
     assert "unit left: gpus is [0], must be [1] as long as models of it run there" in said
@@ -363,14 +349,11 @@ def shared(*units: dict[str, Any]) -> dict[str, Any]:
 async def test_workers_start_the_agents_of_units_on_their_gpus_and_models_join_them(
     bench: PlacedBench,
 ) -> None:
-    bench.see(node("a", 0, 0), node("b", 0))
-    bench.add_models()
+    two_nodes(bench)
     await bench.want_placement(shared(LEFT, RIGHT))
     assert bench.wish()[A] == (WantedUnit(path=bench.path("left"), memory=ARENA, gpus=("GPU-a1",)),)
     assert bench.named("a").life.why == "the agent of unit left starts on its worker"
-    a, b = node("a", 0, 0), node("b", 0)
-    bench.see(bench.with_units(a, left="GPU-a1"), bench.with_units(b, right="GPU-b0"))
-    bench.turns()
+    take_units(bench)
     words = bench.starts()["b"].words
     for word in (
         f"--unit={bench.path('left')}", f"--unit=left: {bench.path('left')}",
@@ -400,8 +383,7 @@ async def test_units_on_workers_cpus_keep_their_kv_cache_of_the_nodes_memory(
 async def test_kv_cache_on_a_worker_without_the_name_of_its_gpu_is_refused(
     bench: PlacedBench,
 ) -> None:
-    bench.see(node("a", 0, 0), node("b", 0))
-    bench.add_models()
+    two_nodes(bench)
     said = await bench.refused(shared({**LEFT, "gpus": []}))
     assert said == (
         "placement: unit left: gpus is empty, must have one of those of worker worker-a, 0, 1:"
@@ -426,9 +408,7 @@ def test_a_placement_on_workers_can_be_planned_again_where_each_model_may_be_eve
     there = {"worker-a": inventory("A100", "A100"), "worker-b": inventory("A100")}
     check_replan(wanted, lambda name, worker: "", there)
     with pytest.raises(ConfigError) as error:
-        check_replan(
-            wanted, lambda name, worker: "no" if (name, worker)[1][-1] == "b" else "", there
-        )
+        check_replan(wanted, lambda name, worker: "no" if worker == "worker-b" else "", there)
     assert str(error.value) == (
         "replan is given, must be left out: model a may come to each unit, but worker worker-b of"
         " unit right can't have it: no"
@@ -444,8 +424,7 @@ def test_units_on_gpus_of_several_kinds_are_not_planned_again() -> None:
 async def test_why_a_worker_cant_have_a_model_names_the_label_or_the_engine(
     bench: PlacedBench,
 ) -> None:
-    bench.see(node("a", 0, 0), node("b", 0))
-    bench.add_models()
+    two_nodes(bench)
     spec = bench.specs["a"]
     assert bench.pool.refuses(spec, "worker-a") == ""
     east = replace(spec, worker_selector={"zone": "east"})

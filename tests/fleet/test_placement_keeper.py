@@ -19,7 +19,6 @@ from kvmig.fleet.tables import StoreError
 from kvmig.placement.executor import DeploymentClient, ReplaceFailed
 from kvmig.placement.file import PlacedModel, PlacedUnit, UnitPlacement
 from kvmig.placement.moves import PlanWave
-from kvmig.proxy.messages import ModelWanted
 from tests.support.fleet_api import Api
 from tests.support.fleet_stores import Place
 from tests.support.model_bench import Bench, served, silence, spec
@@ -165,12 +164,9 @@ async def test_a_deployment_that_does_not_answer_a_look_for_lost_instances_ends_
     bench.models.take_catalogue(
         CatalogEntry(f"m{at}", one.name, 1, True, one) for at, one in enumerate((spec(), other))
     )
-    for name in ("a", "b"):
-        bench.models.take_want(ModelWanted(name))
-    bench.turn()
-    for model in bench.every:
-        assert model.watched is not None
-        model.watched.told = DeploymentEvent(0, data=(served("i0"),))
+    bench.want("a", "b")
+    for name in "ab":
+        bench.watched_of(name).told = DeploymentEvent(0, data=(served("i0"),))
     bench.turn(1)
     bench.models.workers.address = "auto"
 

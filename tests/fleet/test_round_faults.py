@@ -6,14 +6,12 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from kvmig.fleet.controller import ROUND_S
 from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
-from kvmig.fleet.orders import DeployedPrograms
 from kvmig.fleet.round_faults import REPEAT_S
 from kvmig.fleet.spec import ModelSpec
 from kvmig.proxy.messages import ModelWanted
@@ -36,14 +34,12 @@ def want_both(bench: Bench) -> None:
     bench.models.take_catalogue(
         CatalogEntry(f"m{at}", one.name, 1, True, one) for at, one in enumerate((bad, good))
     )
-    for name in ("bad", "a"):
-        bench.models.take_want(ModelWanted(name))
-    bench.turn()
+    bench.want("bad", "a")
 
 
 async def test_a_model_that_fails_in_a_round_keeps_no_other_one_from_starting(bench: Bench) -> None:
     want_both(bench)
-    assert [one.words[0] for one in bench.started] == ["/models/a"]
+    assert bench.sources == ["/models/a"]
     assert {one.name: one.state for one in bench.told[-1][0]} == {"a": "starting", "bad": "cold"}
 
 
@@ -53,7 +49,7 @@ async def test_a_model_that_failed_starts_once_it_no_longer_fails(bench: Bench) 
     bench.models.faults.count.clear()
     bench.models.take_want(ModelWanted("bad"))
     bench.turn(ROUND_S)
-    assert [one.words[0] for one in bench.started] == ["/models/a", "/models/bad"]
+    assert bench.sources == ["/models/a", "/models/bad"]
 
 
 async def test_an_entry_that_cannot_be_taken_keeps_no_other_one_back(
@@ -66,7 +62,7 @@ async def test_an_entry_that_cannot_be_taken_keeps_no_other_one_back(
 
     monkeypatch.setattr(bench.models.memory, "claim", claim)
     want_both(bench)
-    assert [one.words[0] for one in bench.started] == ["/models/a"]
+    assert bench.sources == ["/models/a"]
     assert bench.models.faults.count["reading the catalogue"] >= 1
     good = CatalogEntry("m1", "a", 1, True, spec())
     bench.models.take_catalogue([good])
@@ -77,9 +73,8 @@ async def test_a_deployment_that_cannot_be_adopted_ends_and_the_others_are_adopt
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.catalogue(spec())
-    bench.models.take_want(ModelWanted("a"))
-    bench.turn()
-    (start,) = bench.started
+    bench.want("a")
+    (start,), (note,) = bench.started, bench.notes
     after = Bench(bench.folder)
     after.catalogue(spec())
     home_of = after.models.rollouts.home_of
@@ -90,13 +85,10 @@ async def test_a_deployment_that_cannot_be_adopted_ends_and_the_others_are_adopt
         return home_of(note)
 
     monkeypatch.setattr(after.models.rollouts, "home_of", odd)
-    note = msgspec.json.decode(start.note, type=DeploymentRecord)
     other = deployed("d2", replace(note, model="odd"))
-    after.models.take_news(DeployedPrograms((other, deployed(start.deployment, note))))
+    after.adopt(other, *bench.running)
     assert [one.deployment for one in after.stopped] == ["d2"]
-    model = after.models.shown("a")
-    assert model is not None
-    assert model.deployment == start.deployment
+    assert after.named().deployment == start.deployment
     assert after.models.faults.count["adopting"] == 1
     await after.models.close()
 
@@ -133,15 +125,10 @@ async def test_a_model_that_cannot_be_measured_keeps_no_other_one_from_it(
     bench.models.take_catalogue(
         CatalogEntry(f"m-{name}", name, 1, True, replace(spec(), name=name)) for name in names
     )
+    bench.want(*names)
     for name in names:
-        bench.models.take_want(ModelWanted(name))
-    bench.turn()
-    for name in names:
-        model = bench.models.shown(name)
-        assert model is not None
-        assert model.watched is not None
         row = replace(served("i0"), beside_kv=700 << 20)
-        model.watched.told = DeploymentEvent(data=(row,))
+        bench.watched_of(name).told = DeploymentEvent(data=(row,))
     broken = {"bad"}
 
     def measure(spec: ModelSpec, beside_kv: int, at: float) -> bool:
@@ -188,6 +175,5 @@ async def test_a_fault_is_counted_at_each_round_and_said_once_a_minute(
     caplog.clear()
     with caplog.at_level(logging.ERROR):
         bench.now += REPEAT_S
-        bench.models.take_want(ModelWanted("bad"))
-        bench.turn()
+        bench.want("bad")
     assert [one for one in caplog.records if "observing of bad" in one.getMessage()]

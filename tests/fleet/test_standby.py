@@ -17,6 +17,7 @@ import pytest
 from sqlalchemy import Connection, update
 
 from kvmig.accounts.usage import UsageRecord, UsageSpool
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError
 from kvmig.fleet import standby, tables
 from kvmig.fleet.account_lists import ListWindow
@@ -315,8 +316,7 @@ async def test_a_database_that_restarts_leaves_the_leader_in_place(
         assert not task.done()
         store.add_user("bea", "user", ANNA)
         assert store.database.token == token
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_tasks(task)
 
 
 async def test_a_standby_with_another_pepper_is_refused_before_it_leads(place: Place) -> None:

@@ -16,13 +16,14 @@ from kvmig.core.errors import ConfigError
 from kvmig.core.model_sizes import LayerSizes, ModelSizes
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed
 from kvmig.fleet.managed_model import DeploymentRecord
-from kvmig.fleet.orders import DeployedProgram, DeployedPrograms, StartDeployment
+from kvmig.fleet.orders import StartDeployment
 from kvmig.fleet.place_choice import choose_places
 from kvmig.fleet.rollout import need_of
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.fleet.tensor_parallel import candidates, choose_gpus, sized, split
 from kvmig.fleet.worker_nodes import InstanceNeed, WorkerNode, room_now
 from tests.fleet.test_fleet_units import GIB, Fleet
+from tests.support.model_bench import running
 
 
 def test_one_gpu_is_tried_first_and_then_as_many_as_divide_the_heads() -> None:
@@ -80,13 +81,14 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 def put(fleet: Fleet, name: str, whole: int, **more: Any) -> None:
-    fleet.add(
-        name, unit="", unit_memory=0, gpu_memory=whole, tensor_parallel="auto", engine="toy", **more
-    )
+    more |= {"unit": "", "unit_memory": 0, "tensor_parallel": "auto", "engine": "toy"}
+    fleet.add(name, gpu_memory=whole, **more)
 
 
-def started(fleet: Fleet) -> tuple[list[str], DeploymentRecord]:
-    """The words of the only start, and its note."""
+def started(fleet: Fleet, name: str, whole: int) -> tuple[list[str], DeploymentRecord]:
+    """The words of the only start, once requests wait for a model of that size, and its note."""
+    put(fleet, name, whole)
+    fleet.want(name)
     (start,) = fleet.taken(StartDeployment)
     return list(start.words), msgspec.json.decode(start.note, type=DeploymentRecord)
 
@@ -94,24 +96,16 @@ def started(fleet: Fleet) -> tuple[list[str], DeploymentRecord]:
 async def test_a_model_that_fits_on_one_gpu_starts_on_one_and_a_larger_one_on_two(
     fleet: Fleet,
 ) -> None:
-    put(fleet, "small", 15 * GIB)
-    fleet.want("small")
-    words, note = started(fleet)
+    words, note = started(fleet, "small", 15 * GIB)
     assert "--tensor-parallel-size=1" in words
     assert note.gpus == {"i0": ("GPU-0",)}
-    put(fleet, "large", 12 * GIB)
-    fleet.want("large")
-    words, note = started(fleet)
+    words, note = started(fleet, "large", 12 * GIB)
     assert note.gpus == {"i0": ("GPU-1",)}, "one GPU has room for it"
-    put(fleet, "third", 10 * GIB)
-    fleet.want("third")
-    words, note = started(fleet)
+    words, note = started(fleet, "third", 10 * GIB)
     assert "--tensor-parallel-size=2" in words
     assert note.gpus == {"i0": ("GPU-0", "GPU-1")}
     assert note.gpu_bytes == 5 * GIB
-    model = fleet.models.shown("third")
-    assert model is not None
-    assert model.is_newest
+    assert fleet.named("third").is_newest
 
 
 async def test_a_model_that_runs_keeps_its_number_and_the_next_server_knows_it(
@@ -122,20 +116,12 @@ async def test_a_model_that_runs_keeps_its_number_and_the_next_server_knows_it(
     (start,) = fleet.taken(StartDeployment)
     fleet.catalogue()
     fleet.turn()
-    model = fleet.models.shown("a")
-    assert model is not None
-    assert model.wanted.spec.workers == 2
-    assert model.is_newest
+    model = fleet.named("a")
+    assert (model.wanted.spec.workers, model.is_newest) == (2, True)
     assert fleet.models.places.device_need(model.wanted.spec) == DeviceNeed(15 * GIB, 2)
-    await fleet.models.close()
-    fleet.models = fleet.server()
-    fleet.catalogue()
-    fleet.models.take_news(
-        DeployedPrograms((DeployedProgram(start.deployment, "toy", start.note, 7),))
-    )
+    await fleet.begin_again(running(start))
     fleet.turn()
-    model = fleet.models.shown("a")
-    assert model is not None
+    model = fleet.named("a")
     assert (model.wanted.spec.workers, model.is_newest) == (2, True)
 
 

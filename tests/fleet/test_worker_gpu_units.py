@@ -14,7 +14,6 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import ResidentModel, SharedHold, WaitingModel, plan
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed
-from kvmig.fleet.orders import DeployedProgram, DeployedPrograms, DeploymentEnded
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.unit_plan import allowed_gpus, check_kinds, whole_need
@@ -44,12 +43,20 @@ def add(bench: UnitBench, **more: Any) -> None:
     bench.add_both(of_a={**ENGINE, **more}, **{**ENGINE, **more})
 
 
-def answering(bench: UnitBench, found: NodeReport, gpu: str, **leased: int) -> NodeReport:
+def member(name: str, **more: Any) -> ModelSpec:
+    """A model in unit u."""
+    return ModelSpec(name=name, source="path:/a", unit="u", **{**ENGINE, **more})
+
+
+def answering(bench: UnitBench, found: NodeReport, gpu: str) -> NodeReport:
     """The node once its agent has a GPU for the unit, and the unit's agent answers."""
-    assert found.measured is not None
-    units = (UnitReport(path=bench.path, gpus=(gpu,), leased=leased),)
     free = {**found.free, "GPU": found.free["GPU"] - 1}
-    return replace(found, free=free, measured=replace(found.measured, units=units))
+    return replace(with_unit(found, UnitReport(path=bench.path, gpus=(gpu,))), free=free)
+
+
+def with_unit(found: NodeReport, unit: UnitReport) -> NodeReport:
+    assert found.measured is not None
+    return replace(found, measured=replace(found.measured, units=(unit,)))
 
 
 def claims(bench: UnitBench) -> dict[str, dict[str, int]]:
@@ -71,7 +78,7 @@ async def both_start(bench: UnitBench) -> None:
     bench.see(answering(bench, node("a", 0, 0), "GPU-a1"))
     bench.ask()
     bench.ask()
-    assert len(bench.starts()) == 2
+    assert len(bench.started) == 2
 
 
 async def both_serve(bench: UnitBench, *others: NodeReport) -> None:
@@ -89,14 +96,14 @@ async def test_a_unit_goes_to_a_gpu_with_room_for_all_of_it_and_may_get_any_such
     add(bench)
     assert bench.wish() == {B: (wanted(bench, "GPU-b2", "GPU-b1"),)}
     assert claims(bench) == {"GPU-b2": {"unit u": ARENA}}
-    assert bench.starts() == []
+    assert bench.started == []
 
 
 async def test_models_start_on_the_units_worker_and_take_no_gpu_of_their_own(
     bench: UnitBench,
 ) -> None:
     await both_start(bench)
-    for start in bench.starts():
+    for start in bench.started:
         assert f"--unit={bench.path}" in start.words
         assert f"--instance-node=i0: {A}" in start.words
     (at,) = bench.models.places.nodes()
@@ -114,15 +121,13 @@ async def test_the_gpu_that_ray_gave_the_unit_counts_with_its_cache_and_its_mode
 async def test_a_model_waits_for_the_gpu_and_says_so(bench: UnitBench) -> None:
     bench.see(node("a", 0))
     add(bench)
-    found = node("a", 0)
-    assert found.measured is not None
-    units = (UnitReport(path=bench.path, why="Ray has not given GPU GPU-a0 yet"),)
-    bench.see(replace(found, measured=replace(found.measured, units=units)))
+    refused = UnitReport(path=bench.path, why="Ray has not given GPU GPU-a0 yet")
+    bench.see(with_unit(node("a", 0), refused))
     bench.ask()
     bench.ask()
     why = "the agent of unit u starts on its worker: Ray has not given GPU GPU-a0 yet"
     assert bench.named("a").life.why == why
-    assert bench.starts() == []
+    assert bench.started == []
 
 
 async def test_a_unit_whose_bytes_no_gpu_has_free_waits(bench: UnitBench) -> None:
@@ -157,13 +162,7 @@ async def test_the_next_server_knows_the_units_gpu_and_claims_it(
     bench: UnitBench, tmp_path: Path
 ) -> None:
     await both_serve(bench)
-    then = UnitBench(tmp_path)
-    deployed = tuple(
-        DeployedProgram(bench.named(name).deployment, "", start.note, 1)
-        for name, start in zip("ab", bench.starts(), strict=True)
-    )
-    then.models.take_catalogue([bench.named(name).wanted for name in "ab"])
-    then.models.take_news(DeployedPrograms(deployed))
+    then = bench.next_server(tmp_path)
     then.see(answering(bench, node("a", 0, 0), "GPU-a1"))
     then.models.reconcile()
     assert then.wish() == {A: (wanted(bench, "GPU-a1"),)}
@@ -177,7 +176,7 @@ async def test_a_unit_that_ends_gives_its_gpu_back(bench: UnitBench) -> None:
     bench.models.take_catalogue([replace(bench.named(one).wanted, on=False) for one in "ab"])
     bench.turn(1)
     for one in deployments:
-        bench.models.take_news(DeploymentEnded(one, "exit code 0"))
+        bench.report_end(one)
     bench.models.reconcile()
     bench.models.reconcile()
     assert bench.wish() == {}
@@ -186,7 +185,7 @@ async def test_a_unit_that_ends_gives_its_gpu_back(bench: UnitBench) -> None:
 
 async def test_gpus_that_no_worker_has_are_refused_by_name(bench: UnitBench) -> None:
     bench.see(node("a", 0), node("b", 0))
-    spec = ModelSpec(name="a", source="path:/a", unit="u", **{**ENGINE, "gpus": ("GPU-a7",)})
+    spec = member("a", gpus=("GPU-a7",))
     allowed = r"UUIDs of workers' GPUs: GPU-a0 \(worker-a\), GPU-b0 \(worker-b\)"
     with pytest.raises(ConfigError, match=f"model a: gpus has 'GPU-a7', must be {allowed}"):
         bench.pool.check(spec)
@@ -206,10 +205,7 @@ async def test_a_unit_goes_to_the_gpus_that_its_models_name(bench: UnitBench) ->
 
 async def test_a_named_gpu_with_too_few_bytes_is_refused_in_bytes(bench: UnitBench) -> None:
     bench.see(node("a", 0, total=24 * GIB), node("b", 0))
-    specs = [
-        ModelSpec(name=name, source="path:/a", unit="u", **{**ENGINE, "gpus": ("GPU-a0",)})
-        for name in "ab"
-    ]
+    specs = [member(name, gpus=("GPU-a0",)) for name in "ab"]
     few = f"has {24 * GIB} bytes, {6 * GIB} too few"
     with pytest.raises(ConfigError, match=few):
         bench.models.units.check("u", specs)
@@ -217,17 +213,14 @@ async def test_a_named_gpu_with_too_few_bytes_is_refused_in_bytes(bench: UnitBen
 
 async def test_models_that_name_gpus_without_one_in_common_are_refused(bench: UnitBench) -> None:
     bench.see(node("a", 0), node("b", 0))
-    specs = [
-        ModelSpec(name=name, source="path:/a", unit="u", **{**ENGINE, "gpus": (gpu,)})
-        for name, gpu in (("a", "GPU-a0"), ("b", "GPU-b0"))
-    ]
+    specs = [member("a", gpus=("GPU-a0",)), member("b", gpus=("GPU-b0",))]
     with pytest.raises(ConfigError, match="gpus of its models must have one GPU in common"):
         bench.models.units.check("u", specs)
 
 
 async def test_more_than_one_gpu_for_a_model_of_a_unit_is_refused(bench: UnitBench) -> None:
     bench.see(node("a", 0, 0))
-    spec = ModelSpec(name="a", source="path:/a", unit="u", **ENGINE)
+    spec = member("a")
     two = replace(spec, flags=("--ray-resources", '{"GPU": 2}'))
     with pytest.raises(ConfigError, match="model a: --ray-resources has 2 GPU, must be 1 with"):
         bench.pool.check(two)

@@ -8,15 +8,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.fleet.deployments import DeploymentEvent
-from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
-from kvmig.fleet.orders import StartDeployment
-from kvmig.fleet.rollout import RolloutTerms, begun
+from kvmig.fleet.managed_model import CatalogEntry
+from kvmig.fleet.rollout import RolloutPlan, RolloutTerms, begun
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.settings import FleetSettings, check_settings
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
@@ -53,7 +51,7 @@ async def test_its_first_instances_are_ordered_to_nodes(bench: WorkerBench) -> N
     assert '--ray-resources={"CPU":2.0}' in words
     placed = {one.rpartition(" ")[2] for one in words if one.startswith("--instance-node=")}
     assert placed == {A, B}
-    note = msgspec.json.decode(bench.start.note, type=DeploymentRecord)
+    (note,) = bench.notes
     assert sorted(note.nodes.values()) == [A, B]
 
 
@@ -89,6 +87,13 @@ async def test_only_a_worker_with_its_labels_gets_an_instance(bench: WorkerBench
     assert refused.refusals[0].why == "it has no label zone, must have 'east'"
 
 
+def other_model(cpus: int) -> CatalogEntry:
+    """Model b, each instance of which needs so many CPUs."""
+    flags = ("--ray-resources", f'{{"CPU": {cpus}}}')
+    spec = ModelSpec(name="b", source="path:/models/b", engine="toy", flags=flags)
+    return CatalogEntry("m2", "b", 1, True, spec)
+
+
 async def test_a_busy_model_moves_to_another_worker_where_that_makes_room(
     bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,13 +102,9 @@ async def test_a_busy_model_moves_to_another_worker_where_that_makes_room(
     bench.see(made_up_node("a"), made_up_node("b", total={"CPU": 2.0}, free={"CPU": 2.0}))
     bench.serve(monkeypatch, row("i0", A))
     bench.turn(1)
-    flags = ("--ray-resources", '{"CPU": 4}')
-    large = ModelSpec(name="b", source="path:/models/b", engine="toy", flags=flags)
-    added = CatalogEntry("m2", "b", 1, True, large)
-    bench.models.take_catalogue([bench.model.wanted, added])
+    bench.models.take_catalogue([bench.model.wanted, other_model(cpus=4)])
     bench.models.take_want(ModelWanted("b"))
-    watched = bench.model.watched
-    assert watched is not None
+    watched = bench.watched_of()
 
     async def add(count: int, gpus: Any = (), node: str = "") -> set[str]:
         bench.asked.append(("add", node))
@@ -112,9 +113,9 @@ async def test_a_busy_model_moves_to_another_worker_where_that_makes_room(
 
     monkeypatch.setattr(watched, "add", add)
     bench.turn()
-    waits = bench.models.shown("b")
-    assert waits is not None
-    assert waits.life.why == "no room: it needs 4 CPU, 2 CPU is free; instances move for it"
+    assert (
+        bench.named("b").life.why == "no room: it needs 4 CPU, 2 CPU is free; instances move for it"
+    )
     await asyncio.sleep(0)
     assert bench.asked == [("add", B)]
     assert bench.model.nodes.node_of(row("i9", "")) == B
@@ -124,8 +125,7 @@ async def test_a_busy_model_moves_to_another_worker_where_that_makes_room(
     assert bench.asked == [("add", B), ("drain", "i0", None)]
     watched.take_event(DeploymentEvent(1, data=(row("i9", B),)))
     bench.turn()
-    starts = [one for one in bench.ordered if isinstance(one, StartDeployment)]
-    assert f"--instance-node=i0: {A}" in starts[-1].words
+    assert f"--instance-node=i0: {A}" in bench.started[-1].words
 
 
 async def test_an_idle_model_ends_on_the_worker_where_another_one_has_room_then(
@@ -137,21 +137,16 @@ async def test_an_idle_model_ends_on_the_worker_where_another_one_has_room_then(
     bench.serve(monkeypatch, row("i0", A))
     bench.turn(1)
     idle = ProxyDemand(0, 0.5, (ModelDemand("a", 0, 0, 0, 0.0),))
-    other = ModelSpec(
-        name="b", source="path:/models/b", engine="toy", flags=("--ray-resources", '{"CPU": 2}')
-    )
-    added = CatalogEntry("m2", "b", 1, True, other)
-    bench.models.take_catalogue([bench.model.wanted, added])
-    watched = bench.model.watched
-    assert watched is not None
-    watched.told = DeploymentEvent(0, data=(row("i0", A),))
+    bench.models.take_catalogue([bench.model.wanted, other_model(cpus=2)])
+    bench.watched_of().told = DeploymentEvent(0, data=(row("i0", A),))
     bench.now += 60
     bench.models.take_demand("p0", idle)
     bench.models.take_want(ModelWanted("b"))
     bench.models.reconcile()
-    waits = bench.models.shown("b")
-    assert waits is not None
-    assert waits.life.why == "no room: it needs 2 CPU, 1 CPU is free; idle models end for it"
+    assert (
+        bench.named("b").life.why
+        == "no room: it needs 2 CPU, 1 CPU is free; idle models end for it"
+    )
     assert bench.model.life.state == "emptying"
 
 
@@ -353,6 +348,14 @@ def test_what_only_one_host_has_is_refused_for_workers(more: dict[str, Any], sen
     WorkerPool().check(spec)
 
 
+def roll_out(bench: WorkerBench, plan: RolloutPlan) -> None:
+    """The catalogue has a new revision, which needs a deployment of its own."""
+    before = bench.model.wanted.spec
+    new = replace(before, source="path:/models/new")
+    entry = CatalogEntry("m1", "a", 2, True, new, StoredRollout(plan, before))
+    bench.models.take_catalogue([entry])
+
+
 async def test_a_roll_out_whose_new_deployment_no_worker_may_take_leaves_the_old_one(
     bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,10 +364,7 @@ async def test_a_roll_out_whose_new_deployment_no_worker_may_take_leaves_the_old
     bench.serve(monkeypatch, row("i0", A))
     bench.turn(1)
     bench.pool.take_wishes([WorkerWish(name="worker-a", cordoned=True)])
-    before = bench.model.wanted.spec
-    stored = StoredRollout(begun(RolloutTerms(deadline_s=5), 1, 2, bench.now), before)
-    new = replace(before, source="path:/models/new")
-    bench.models.take_catalogue([CatalogEntry("m1", "a", 2, True, new, stored)])
+    roll_out(bench, begun(RolloutTerms(deadline_s=5), 1, 2, bench.now))
     for _ in range(8):
         bench.turn(1)
     assert bench.model.life.state == "serving"
@@ -381,11 +381,7 @@ async def test_what_a_roll_out_leaves_gathers_away_from_a_worker_that_is_drained
     bench.add(instances=InstanceCounts(min=2, max=2))
     bench.serve(monkeypatch, replace(row("i0", A), blocks_used=9), row("i1", B))
     bench.turn(1)
-    before = bench.model.wanted.spec
-    plan = replace(begun(RolloutTerms(), 1, 2, bench.now), step=0)
-    new = replace(before, source="path:/models/new")
-    entry = CatalogEntry("m1", "a", 2, True, new, StoredRollout(plan, before))
-    bench.models.take_catalogue([entry])
+    roll_out(bench, replace(begun(RolloutTerms(), 1, 2, bench.now), step=0))
     bench.turn(1)
     beside = bench.models.rollouts.beside("a")
     assert beside is not None

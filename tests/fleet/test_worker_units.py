@@ -12,8 +12,7 @@ import pytest
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.host_memory import MemoryBudget
-from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
-from kvmig.fleet.orders import DeployedProgram, DeployedPrograms, StartDeployment
+from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.unit_plan import check_selectors
@@ -54,9 +53,10 @@ class UnitBench(WorkerBench):
             self.models.take_want(ModelWanted(name))
         self.models.reconcile()
 
-    def node(self, letter: str, *, answers: bool = False, **more: Any) -> NodeReport:
-        """A node whose unit's agent answers."""
-        units = (UnitReport(path=self.path, leased={"a": GIB // 2}),) if answers else ()
+    def node(self, letter: str, *, answers: bool = False, why: str = "", **more: Any) -> NodeReport:
+        """A node. answers: whether its unit's agent does; why: that one has failed."""
+        leased = {"a": GIB // 2} if answers else {}
+        units = (UnitReport(path=self.path, leased=leased, why=why),) if answers or why else ()
         size = more.pop("memory", 8 * GIB)
         measured = NodeMeasure(memory_total=size, memory_free=size, units=units)
         return made_up_node(letter, **{"measured": measured, **more})
@@ -65,18 +65,15 @@ class UnitBench(WorkerBench):
         """The units that nodes are to have."""
         return dict(self.pool.wish().units)
 
-    def named(self, name: str) -> ManagedModel:
-        found = self.models.shown(name)
-        assert found is not None
-        return found
-
-    def starts(self) -> list[StartDeployment]:
-        return [one for one in self.ordered if isinstance(one, StartDeployment)]
-
     def tell(self, name: str, *rows: Any) -> None:
-        watched = self.named(name).watched
-        assert watched is not None
-        watched.told = DeploymentEvent(1, data=rows)
+        self.watched_of(name).told = DeploymentEvent(1, data=rows)
+
+    def next_server(self, folder: Path) -> UnitBench:
+        """Another one, which is told what runs."""
+        then = UnitBench(folder)
+        then.models.take_catalogue([self.named(name).wanted for name in "ab"])
+        then.adopt(*self.running)
+        return then
 
 
 @pytest.fixture
@@ -105,7 +102,7 @@ async def test_a_unit_goes_where_all_of_it_has_room_and_its_models_wait_for_its_
     bench.see(bench.node("a", memory=4 * GIB - 1), bench.node("b", memory=4 * GIB))
     bench.add_both()
     assert bench.wish() == {B: (WantedUnit(path=bench.path, memory=ARENA),)}
-    assert bench.starts() == []
+    assert bench.started == []
     bench.ask()
     whys = {bench.named(name).life.why for name in "ab"}
     assert whys == {"the agent of unit u starts on its worker"}
@@ -113,10 +110,10 @@ async def test_a_unit_goes_where_all_of_it_has_room_and_its_models_wait_for_its_
     bench.see(bench.node("a"), bench.node("b", answers=True, memory=4 * GIB))
     bench.ask()
     bench.ask()
-    for start in bench.starts():
+    for start in bench.started:
         assert f"--unit={bench.path}" in start.words
         assert f"--instance-node=i0: {B}" in start.words
-    assert len(bench.starts()) == 2
+    assert len(bench.started) == 2
 
 
 async def test_a_unit_that_no_worker_holds_as_a_whole_waits_and_says_what_it_needs(
@@ -139,16 +136,13 @@ async def test_what_members_may_lease_yet_is_nobody_elses(bench: UnitBench) -> N
 async def test_an_agent_that_fails_is_named_to_who_waits(bench: UnitBench) -> None:
     bench.see(bench.node("a"))
     bench.add_both()
-    failed = UnitReport(path=bench.path, why="its agent has ended: exit code 2")
-    size = 8 * GIB
-    measured = NodeMeasure(memory_total=size, memory_free=size, units=(failed,))
-    bench.see(made_up_node("a", measured=measured))
+    bench.see(bench.node("a", why="its agent has ended: exit code 2"))
     bench.ask()
     bench.ask()
     assert bench.named("a").life.why == (
         "the agent of unit u starts on its worker: its agent has ended: exit code 2"
     )
-    assert bench.starts() == []
+    assert bench.started == []
 
 
 async def test_a_lost_workers_unit_starts_elsewhere_after_a_lease_and_its_agent_first(
@@ -216,14 +210,8 @@ async def test_a_unit_whose_models_have_ended_has_no_agent(bench: UnitBench) -> 
 
 async def test_the_next_server_knows_where_a_unit_is(bench: UnitBench, tmp_path: Path) -> None:
     await both_serve(bench)
-    then = UnitBench(tmp_path)
-    deployed = tuple(
-        DeployedProgram(bench.named(name).deployment, "", start.note, 1)
-        for name, start in zip("ab", bench.starts(), strict=True)
-    )
-    assert msgspec.json.decode(deployed[0].note, type=DeploymentRecord).nodes == {"i0": A}
-    then.models.take_catalogue([bench.named(name).wanted for name in "ab"])
-    then.models.take_news(DeployedPrograms(deployed))
+    assert bench.notes[0].nodes == {"i0": A}
+    then = bench.next_server(tmp_path)
     then.models.reconcile()
     then.see(bench.node("a", answers=True), bench.node("b"))
     then.models.reconcile()

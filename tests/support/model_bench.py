@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,18 @@ from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, MissingFiles
-from kvmig.fleet.orders import DeployedProgram, Order, StartDeployment, StopDeployment
+from kvmig.fleet.orders import (
+    DeployedProgram,
+    DeployedPrograms,
+    DeploymentEnded,
+    Order,
+    StartDeployment,
+    StopDeployment,
+)
 from kvmig.fleet.rollout import RolloutPlan
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
-from kvmig.proxy.messages import ModelDemand, ModelRoute, ProxyDemand
+from kvmig.proxy.messages import ModelDemand, ModelRoute, ModelWanted, ProxyDemand
 
 
 def served(name: str) -> InstanceRow:
@@ -33,7 +41,72 @@ def silence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeploymentWatcher, "_follow", nothing)
 
 
-class Bench:
+def shown(models: ModelController, name: str) -> ManagedModel:
+    """The model or deployment that people know by this name, which is there."""
+    found = models.shown(name)
+    assert found is not None
+    return found
+
+
+def watched_of(models: ModelController, name: str) -> DeploymentWatcher:
+    """The watcher of its deployment, which runs."""
+    watched = shown(models, name).watched
+    assert watched is not None
+    return watched
+
+
+class ControllerBench(ABC):
+    """What benches that have a controller of models ask of it, and tell it."""
+
+    models: ModelController
+    ordered: list[Order]
+
+    @abstractmethod
+    def turn(self, seconds: float = 0.0) -> None:
+        """The next round comes after so many seconds."""
+
+    def want(self, *names: str) -> None:
+        """Requests wait for these models when the next round comes."""
+        for name in names:
+            self.models.take_want(ModelWanted(name))
+        self.turn()
+
+    def adopt(self, *running: DeployedProgram) -> None:
+        """The init process says that these programs run, and no others."""
+        self.models.take_news(DeployedPrograms(running))
+
+    def report_end(self, deployment: str, how: str = "exit code 0", said: str = "") -> None:
+        """The init process says that a deployment has ended."""
+        self.models.take_news(DeploymentEnded(deployment, how, said))
+
+    def named(self, name: str = "a") -> ManagedModel:
+        """The model or deployment that people know by this name."""
+        return shown(self.models, name)
+
+    def watched_of(self, name: str = "a") -> DeploymentWatcher:
+        """The watcher of its deployment."""
+        return watched_of(self.models, name)
+
+    @property
+    def started(self) -> list[StartDeployment]:
+        return [one for one in self.ordered if isinstance(one, StartDeployment)]
+
+    @property
+    def stopped(self) -> list[StopDeployment]:
+        return [one for one in self.ordered if isinstance(one, StopDeployment)]
+
+    @property
+    def notes(self) -> list[DeploymentRecord]:
+        """What the init process keeps of each start for the next server."""
+        return [msgspec.json.decode(one.note, type=DeploymentRecord) for one in self.started]
+
+    @property
+    def running(self) -> tuple[DeployedProgram, ...]:
+        """What was started, as the init process tells the next server."""
+        return tuple(map(running, self.started))
+
+
+class Bench(ControllerBench):
     """Models with everything around them made up; time is the test's."""
 
     def __init__(self, folder: Path) -> None:
@@ -125,10 +198,7 @@ class Bench:
     @property
     def watched(self) -> DeploymentWatcher:
         """Its deployment."""
-        model = self.models.shown("a")
-        assert model is not None
-        assert model.watched is not None
-        return model.watched
+        return self.watched_of()
 
     def states_after(self, *seconds: float) -> list[str]:
         """Of its route, after each time that passes."""
@@ -138,20 +208,25 @@ class Bench:
             states.append(self.route.state)
         return states
 
+    @property
+    def note(self) -> DeploymentRecord:
+        """Of a deployment that an earlier server has started."""
+        return DeploymentRecord("m1", "a", 1, str(self.folder / "d.sock"))
+
+    def take_over(self, *deployments: str) -> None:
+        """Deployments that an earlier server has started run."""
+        self.adopt(*(deployed(one, self.note) for one in deployments))
+
     async def ordered_all(self) -> None:
         """Until its deployment was asked for what was decided."""
-        model = self.models.shown("a")
-        assert model is not None
-        assert model.ordering is not None
-        await model.ordering
+        ordering = self.named().ordering
+        assert ordering is not None
+        await ordering
 
     @property
-    def started(self) -> list[StartDeployment]:
-        return [one for one in self.ordered if isinstance(one, StartDeployment)]
-
-    @property
-    def stopped(self) -> list[StopDeployment]:
-        return [one for one in self.ordered if isinstance(one, StopDeployment)]
+    def sources(self) -> list[str]:
+        """Of what was started, in this order."""
+        return [one.words[0] for one in self.started]
 
     @property
     def route(self) -> ModelRoute:
@@ -161,6 +236,11 @@ class Bench:
 
 def spec(source: str = "path:/models/a", **more: Any) -> ModelSpec:
     return ModelSpec(name="a", source=source, engine="toy", **more)
+
+
+def running(start: StartDeployment) -> DeployedProgram:
+    """What was started, as the init process tells the next server."""
+    return DeployedProgram(start.deployment, start.engine, start.note, 7, start.program)
 
 
 def deployed(name: str, note: DeploymentRecord) -> DeployedProgram:

@@ -58,6 +58,8 @@ class ProviderSite:
     """Type of its tokens; empty: they have none."""
     slow_s: float = 0.0
     """Time before each answer."""
+    asked: int = 0
+    """How often it was asked for anything."""
     key_looks: int = 0
     """How often its keys were read."""
     _codes: dict[str, str] = field(default_factory=dict)
@@ -133,6 +135,7 @@ def provider_site() -> Iterator[ProviderSite]:
             """Print nothing."""
 
         def do_GET(self) -> None:
+            site.asked += 1
             time.sleep(site.slow_s)
             parts = urlsplit(self.path)
             query = {name: values[0] for name, values in parse_qs(parts.query).items()}

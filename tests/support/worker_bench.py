@@ -14,19 +14,20 @@ from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
 from kvmig.fleet.node_reserve import ReserveLadder
-from kvmig.fleet.orders import DeployedPrograms, Order, StartDeployment
+from kvmig.fleet.orders import Order, StartDeployment
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.fleet.workers import WorkerWish
 from kvmig.launcher.node_reports import NodeReport
-from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
+from kvmig.proxy.messages import ModelDemand, ProxyDemand
 from tests.support.made_up_nodes import cluster_of, node_id
+from tests.support.model_bench import ControllerBench
 
 A, B = node_id("a"), node_id("b")
 
 
-class WorkerBench:
+class WorkerBench(ControllerBench):
     """A controller whose workers and deployments are made up; time is the test's."""
 
     def __init__(self, folder: Path, reserve: ReserveLadder | None = None) -> None:
@@ -46,7 +47,7 @@ class WorkerBench:
             lambda: self.now,
             workers=self.pool,
         )
-        self.models.take_news(DeployedPrograms(()))
+        self.adopt()
 
     def see(self, *nodes: NodeReport) -> None:
         self.pool.take_report(cluster_of(*nodes))
@@ -63,24 +64,20 @@ class WorkerBench:
         usual: dict[str, Any] = {"source": "path:/models/a", "engine": "toy"}
         spec = ModelSpec(name="a", **{**usual, **more})
         self.models.take_catalogue([CatalogEntry("m1", "a", 1, True, spec)])
-        self.models.take_want(ModelWanted("a"))
-        self.turn()
+        self.want("a")
 
     @property
     def model(self) -> ManagedModel:
-        found = self.models.shown("a")
-        assert found is not None
-        return found
+        return self.named()
 
     @property
     def start(self) -> StartDeployment:
-        (found,) = (one for one in self.ordered if isinstance(one, StartDeployment))
+        (found,) = self.started
         return found
 
     def serve(self, monkeypatch: pytest.MonkeyPatch, *rows: InstanceRow) -> None:
         """Its deployment tells that, and is asked from now on as `asked` has it."""
-        watched = self.model.watched
-        assert watched is not None
+        watched = self.watched_of()
         watched.told = DeploymentEvent(1, data=rows)
 
         async def add(count: int, gpus: Any = (), node: str = "") -> set[str]:
