@@ -5,280 +5,46 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from unittest import mock
 
 import msgspec
 import pytest
-import zmq
 from prometheus_client import CollectorRegistry
 
 from kvmig.asgi.errors import LauncherGone, OrderFailed
 from kvmig.controlplane.messages import (
     AddInstances,
     ClusterMember,
-    ClusterMessage,
     DrainInstance,
-    EvacuateInstance,
-    LoadReport,
     Members,
-    MessagesRefused,
     RestartInstances,
     ScaleInstances,
-    SetState,
     StopDrain,
 )
-from kvmig.core.config import ClusterConfig, LifecycleConfig, RayConfig, UnitConfig
-from kvmig.core.errors import ConfigError, StartupError, TransportError
+from kvmig.core.config import ClusterConfig, LifecycleConfig, RayConfig
+from kvmig.core.errors import StartupError
 from kvmig.core.order_fence import OrderToken
 from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import EngineLoad
-from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink, News
+from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink
 from kvmig.frontend.metrics import FrontendMetrics
 from kvmig.frontend.router import FrontendRouter
-from kvmig.launcher import cluster, control, instance
-from kvmig.launcher.cluster import InstanceManager
-from kvmig.launcher.control import ControlServer
-from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
-from kvmig.launcher.shapes import InstanceShape, InstanceShapes
-from kvmig.process.supervisor import ProcessHandle
-from kvmig.rpc.messages import Hello, RpcMessage
-from kvmig.rpc.zmq_sockets import RpcServer
-from kvmig.sharing.messages import InUnit
+from kvmig.launcher import control, instance
+from kvmig.rpc.messages import RpcMessage
 from tests.support.fake_llumlet import Front, decode
-from tests.support.inside import client_of, instance_of, report_of, socket_of, tell_front_ends
+from tests.support.inside import client_of, instance_of, report_of, tell_front_ends
+from tests.support.made_up_cluster import (
+    BUSY,
+    IDLE,
+    SECRET,
+    Process,
+    Told,
+    World,
+    asks,
+    drain,
+    guarantee,
+    world,
+)
 from tests.support.waiting import PATIENCE_S, until
-
-SECRET = b"a secret of the cluster"
-IDLE = EngineLoad(100, 0, 0, 0, 0, 0)
-BUSY = EngineLoad(100, 20, 2, 0, 0, 0)
-
-
-class Process:
-    """A `ProcessHandle`: a llumlet's socket that reports `load`, in the state that it is told."""
-
-    pid = 0
-
-    def __init__(self, launch: LlumletLaunch, broken: str, weights: str) -> None:
-        self.launch = launch
-        self.load = IDLE
-        self.untold = 0
-        self.shared: InUnit | None = None
-        self.state = "serving"
-        self.silent = False
-        self.stopped = False
-        self.may_stop = asyncio.Event()
-        self.may_stop.set()
-        self.weights = weights
-        self._broken = broken
-        self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._server = RpcServer(SECRET, "llumlet", launch.instance, ClusterMessage)
-        self._task = asyncio.create_task(self._serve())
-
-    async def _serve(self) -> None:
-        listener, seq = b"", 0
-        receiving = asyncio.ensure_future(self._server.recv())
-        while True:
-            done, _ = await asyncio.wait([receiving], timeout=0.01)
-            if done:
-                sender, message, _ = receiving.result()
-                if isinstance(message, Hello):
-                    listener = sender
-                elif isinstance(message, SetState):
-                    self.state = message.state
-                receiving = asyncio.ensure_future(self._server.recv())
-            seq += 1
-            if self.silent:
-                continue
-            with suppress(TransportError):
-                name = self.launch.instance
-                report = LoadReport(
-                    name, seq, self.load, 0, 0, state=self.state, weights=self.weights,
-                    untold=self.untold, shared=self.shared,
-                )  # fmt: skip
-                self._server.send(listener, report)
-
-    async def send(self, data: bytes) -> None:
-        """To the launcher, once it is connected."""
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                try:
-                    await socket_of(self._server).send_multipart([b"launcher", data])
-                    return
-                except zmq.ZMQError as error:
-                    if error.errno != zmq.EHOSTUNREACH:
-                        raise
-                await asyncio.sleep(0.01)
-
-    def die(self, how: str = "killed by SIGKILL") -> None:
-        self._died.set_result(how)
-
-    async def ready(self, timeout_s: float) -> str:
-        if self._broken:
-            raise StartupError(f"instance {self.launch.instance}: {self._broken}")
-        return self._server.endpoint
-
-    async def ended(self) -> str:
-        return await asyncio.shield(self._died)
-
-    async def stop(self, timeout_s: float = 5.0) -> None:
-        await self.may_stop.wait()
-        self.stopped = True
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._server.close()
-
-
-class FakeLauncher:
-    """broken: why the next processes can't start; starts: all that were ever started."""
-
-    def __init__(self) -> None:
-        self.starts: list[Process] = []
-        self.broken = ""
-        self.bug: Exception | None = None
-        self.closed = False
-        self.renewals = 0
-        self.loaded = asyncio.Event()
-        """What the last renewal began."""
-        self.loaded.set()
-        self.tree = ""
-        """Of the last renewal."""
-        self.bad_tree = ""
-        """Nothing starts on it."""
-        self.bad_flag = ""
-        """Nor with it."""
-        self.weights = "old"
-        """On disk."""
-
-    def check_room(self, instances: Sequence[PlannedInstance], gpus: Sequence[str]) -> None:
-        """Takes any."""
-
-    def renew(self, tree: str) -> None:
-        self.renewals += 1
-        self.tree = tree
-
-    async def renewed(self) -> None:
-        await self.loaded.wait()
-
-    async def open(self) -> None:
-        return
-
-    async def llumlet(self, launch: LlumletLaunch, workers: int) -> ProcessHandle:
-        if self.bug is not None:
-            raise self.bug
-        bad = self.bad_tree and launch.engine_tree == self.bad_tree
-        bad = bad or self.bad_flag in launch.engine_argv
-        broken = "no such name" if bad else ""
-        self.starts.append(Process(launch, broken or self.broken, self.weights))
-        return self.starts[-1]
-
-    async def close(self) -> None:
-        self.closed = True
-
-    def process(self, name: str) -> Process:
-        """The last one of that name."""
-        return [one for one in self.starts if one.launch.instance == name][-1]
-
-
-class Told:
-    """What a front end hears."""
-
-    def __init__(self) -> None:
-        self.members: list[ClusterMember] = []
-        self.evacuated: list[str] = []
-        self.ended: list[bool] = []
-        self.preferred = ""
-        self.history: list[dict[str, str]] = []
-        self.refusals: dict[str, dict[str, int]] = {}
-
-    def hear(self, news: News) -> None:
-        match news:
-            case Members():
-                self.members, self.preferred = news.members, news.weights
-                self.history.append(self.states())
-            case EvacuateInstance():
-                self.evacuated.append(news.instance)
-                self.ended.append(news.ends)
-            case MessagesRefused():
-                self.refusals[news.process] = news.counts
-
-    def states(self) -> dict[str, str]:
-        return {one.instance: one.state for one in self.members}
-
-
-class World:
-    """A cluster with its control socket and one front end."""
-
-    def __init__(
-        self,
-        lifecycle: LifecycleConfig,
-        shares: tuple[int, int] | None = None,
-        ray: RayConfig | None = None,
-    ) -> None:
-        def parse(argv: list[str]) -> Namespace:
-            if "--bug" in argv:
-                raise KeyError("bug")
-            if "--bad" in argv:
-                raise ConfigError("unrecognized arguments: --bad")
-            size = int(argv[-1]) if "--block-size" in argv else None
-            return Namespace(tensor_parallel_size=1, block_size=size)
-
-        self.launcher = FakeLauncher()
-        self.said: list[str] = []
-        unit = UnitConfig(path="unit", guarantee=400, model="m", shares=shares)
-        config = ClusterConfig(lifecycle=lifecycle, unit=unit, ray=ray)
-
-        def check_tree(folder: str) -> str:
-            if folder != "/new":
-                raise ConfigError(f"{folder!r} holds no vLLM")
-            return "0.33.0"
-
-        started = [InstanceShape()] * 2
-        shapes = InstanceShapes(["MODEL"], {}, started, 0, parse, check_tree=check_tree)
-        self.cluster = InstanceManager(
-            "test",
-            config,
-            SECRET,
-            shapes,
-            self.launcher,
-            lambda argv: self.launcher.weights,
-            {"i1": "east"},
-        )
-        self.control = ControlServer(self.cluster, SECRET, "127.0.0.1")
-        self.front = Told()
-        self.link = LauncherLink(self.control.endpoint, SECRET, "front-1", self.front.hear)
-
-    async def hears(self, **states: str) -> None:
-        await until(lambda: self.front.states() == states)
-
-
-@asynccontextmanager
-async def world(
-    shares: tuple[int, int] | None = None, ray: RayConfig | None = None, **lifecycle: float
-) -> AsyncIterator[World]:
-    """i0 and i1 serve; at the end no process is left. shares: of their unit."""
-    it = World(LifecycleConfig(**lifecycle), shares, ray)  # type: ignore[arg-type]
-    try:
-        with (
-            mock.patch.object(cluster, "say", it.said.append),
-            mock.patch.object(instance, "say", it.said.append),
-        ):
-            await it.cluster.start()
-            it.control.open()
-            await it.hears(i0="serving", i1="serving")
-            yield it
-    finally:
-        await it.link.close()
-        await it.control.close()
-        await it.cluster.stop()
-        assert all(process.stopped for process in it.launcher.starts)
-        assert it.launcher.closed
-
-
-def drain(name: str, **more: object) -> Callable[[int], DrainInstance]:
-    return lambda call_id: DrainInstance(call_id, name, **more)  # type: ignore[arg-type]
 
 
 async def test_added_instances_take_free_names_and_are_seen_starting() -> None:
@@ -369,49 +135,40 @@ async def test_what_is_wrong_is_one_sentence_and_changes_nothing(
 ) -> None:
     async with world(max_instances=3) as it:
         with pytest.raises(OrderFailed, match="^" + sentence.replace("(", r"\(")):
-            await it.link.order(lambda _: replace_id(order, _))
+            await it.link.order(functools.partial(numbered, order))
         assert it.front.states() == {"i0": "serving", "i1": "serving"}
         assert len(it.launcher.starts) == 2
 
 
-def replace_id(
-    order: AddInstances | DrainInstance | StopDrain, call_id: int
-) -> AddInstances | DrainInstance | StopDrain:
-    return msgspec.structs.replace(order, call_id=call_id)
+async def test_a_drained_instance_stays_until_it_is_let_serve_again(it: World) -> None:
+    await it.link.order(drain("i0"))
+    await until(lambda: it.launcher.process("i0").state == "draining")
+    await until(lambda: it.front.members[0].detail == "it is empty")
+    await it.link.order(lambda number: StopDrain(number, "i0"))
+    await until(lambda: it.launcher.process("i0").state == "serving")
+    await it.hears(i0="serving", i1="serving")
 
 
-async def test_a_drained_instance_stays_until_it_is_let_serve_again() -> None:
-    async with world() as it:
-        await it.link.order(drain("i0"))
-        await until(lambda: it.launcher.process("i0").state == "draining")
-        await until(lambda: it.front.members[0].detail == "it is empty")
-        await it.link.order(lambda number: StopDrain(number, "i0"))
-        await until(lambda: it.launcher.process("i0").state == "serving")
-        await it.hears(i0="serving", i1="serving")
+async def test_one_that_is_to_leave_ends_when_it_is_empty(it: World) -> None:
+    it.launcher.process("i0").load = BUSY
+    await it.link.order(drain("i0", leave=True))
+    await until(lambda: it.launcher.process("i0").state == "draining")
+    await asyncio.sleep(0.3)
+    assert it.front.states() == {"i0": "draining", "i1": "serving"}
+    it.launcher.process("i0").load = IDLE
+    await it.hears(i1="serving")
+    await until(lambda: it.launcher.process("i0").stopped)
 
 
-async def test_one_that_is_to_leave_ends_when_it_is_empty() -> None:
-    async with world() as it:
-        it.launcher.process("i0").load = BUSY
-        await it.link.order(drain("i0", leave=True))
-        await until(lambda: it.launcher.process("i0").state == "draining")
-        await asyncio.sleep(0.3)
-        assert it.front.states() == {"i0": "draining", "i1": "serving"}
-        it.launcher.process("i0").load = IDLE
-        await it.hears(i1="serving")
-        await until(lambda: it.launcher.process("i0").stopped)
-
-
-async def test_one_leaves_only_once_front_ends_know_where_its_requests_went() -> None:
-    async with world() as it:
-        process = it.launcher.process("i0")
-        process.untold = 1
-        await it.link.order(drain("i0", leave=True))
-        await until(lambda: process.state == "draining")
-        await asyncio.sleep(0.3)
-        assert it.front.states() == {"i0": "draining", "i1": "serving"}
-        process.untold = 0
-        await it.hears(i1="serving")
+async def test_one_leaves_only_once_front_ends_know_where_its_requests_went(it: World) -> None:
+    process = it.launcher.process("i0")
+    process.untold = 1
+    await it.link.order(drain("i0", leave=True))
+    await until(lambda: process.state == "draining")
+    await asyncio.sleep(0.3)
+    assert it.front.states() == {"i0": "draining", "i1": "serving"}
+    process.untold = 0
+    await it.hears(i1="serving")
 
 
 READ_BY_OTHERS = EngineLoad(100, 20, 0, 0, 0, 0, unread=2)
@@ -434,118 +191,110 @@ async def reporting_unread(it: World) -> Process:
 
 @pytest.mark.parametrize("leave", [True, False])
 async def test_a_drain_waits_until_other_engines_have_read_what_is_kept_for_them(
-    leave: bool,
+    it: World, leave: bool
 ) -> None:
-    async with world() as it:
-        process = it.launcher.process("i0")
-        process.load = READ_BY_OTHERS
-        await it.link.order(drain("i0", leave=leave))
-        await until(lambda: it.front.members[0].detail == WAITS)
-        await asyncio.sleep(0.2)
-        assert it.front.states() == {"i0": "draining", "i1": "serving"}
-        assert not process.stopped
-        process.load = IDLE
-        if leave:
-            await it.hears(i1="serving")
-        else:
-            await until(lambda: it.front.members[0].detail == "it is empty")
-
-
-async def test_a_drain_waits_for_readers_until_its_deadline_and_says_so() -> None:
-    async with world() as it:
-        it.launcher.process("i0").load = READ_BY_OTHERS
-        await it.link.order(drain("i0", leave=True, deadline_s=0.4))
-        await until(lambda: it.front.members[0].detail == WAITS)
+    process = it.launcher.process("i0")
+    process.load = READ_BY_OTHERS
+    await it.link.order(drain("i0", leave=leave))
+    await until(lambda: it.front.members[0].detail == WAITS)
+    await asyncio.sleep(0.2)
+    assert it.front.states() == {"i0": "draining", "i1": "serving"}
+    assert not process.stopped
+    process.load = IDLE
+    if leave:
         await it.hears(i1="serving")
-        assert "instance i0: 2 of them were not read in time" in it.said
+    else:
+        await until(lambda: it.front.members[0].detail == "it is empty")
 
 
-async def test_a_rolling_restart_waits_until_other_engines_have_read() -> None:
-    async with world() as it:
-        process = it.launcher.process("i0")
-        process.load = READ_BY_OTHERS
-        await it.link.order(lambda number: RestartInstances(number, ("i0",)))
-        await until(lambda: it.front.members[0].detail == WAITS)
-        assert not process.stopped
-        process.load = IDLE
-        await until(lambda: process.stopped)
-        await it.hears(i0="serving", i1="serving")
+async def test_a_drain_waits_for_readers_until_its_deadline_and_says_so(it: World) -> None:
+    it.launcher.process("i0").load = READ_BY_OTHERS
+    await it.link.order(drain("i0", leave=True, deadline_s=0.4))
+    await until(lambda: it.front.members[0].detail == WAITS)
+    await it.hears(i1="serving")
+    assert "instance i0: 2 of them were not read in time" in it.said
 
 
-async def test_the_last_instance_that_is_to_leave_waits_until_other_engines_have_read() -> None:
-    async with world() as it:
-        await it.link.order(drain("i1", leave=True))
-        await it.hears(i0="serving")
-        process = await reporting_unread(it)
-        await it.link.order(drain("i0", leave=True, last=True))
-        await until(lambda: it.front.members[0].detail == WAITS)
-        assert it.front.states() == {"i0": "serving"}, "it takes calls until then"
-        process.load = IDLE
-        await it.hears()
+async def test_a_rolling_restart_waits_until_other_engines_have_read(it: World) -> None:
+    process = it.launcher.process("i0")
+    process.load = READ_BY_OTHERS
+    await it.link.order(lambda number: RestartInstances(number, ("i0",)))
+    await until(lambda: it.front.members[0].detail == WAITS)
+    assert not process.stopped
+    process.load = IDLE
+    await until(lambda: process.stopped)
+    await it.hears(i0="serving", i1="serving")
+
+
+async def test_the_last_instance_that_is_to_leave_waits_until_other_engines_have_read(
+    it: World,
+) -> None:
+    await it.link.order(drain("i1", leave=True))
+    await it.hears(i0="serving")
+    process = await reporting_unread(it)
+    await it.link.order(drain("i0", leave=True, last=True))
+    await until(lambda: it.front.members[0].detail == WAITS)
+    assert it.front.states() == {"i0": "serving"}, "it takes calls until then"
+    process.load = IDLE
+    await it.hears()
 
 
 async def test_a_server_that_ends_waits_until_other_engines_have_read_or_for_a_second_signal(
-    caplog: pytest.LogCaptureFixture,
+    it: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with world() as it:
-        process = await reporting_unread(it)
-        at_once = asyncio.Event()
-        ending = asyncio.create_task(it.cluster.let_read(60.0, at_once))
-        await until(lambda: it.front.members[0].detail == WAITS)
-        assert not ending.done()
-        at_once.set()
-        await asyncio.wait_for(ending, PATIENCE_S)
-        assert not caplog.records
+    process = await reporting_unread(it)
+    at_once = asyncio.Event()
+    ending = asyncio.create_task(it.cluster.let_read(60.0, at_once))
+    await until(lambda: it.front.members[0].detail == WAITS)
+    assert not ending.done()
+    at_once.set()
+    await asyncio.wait_for(ending, PATIENCE_S)
+    assert not caplog.records
 
-        ending = asyncio.create_task(it.cluster.let_read(60.0, asyncio.Event()))
-        await asyncio.sleep(0.1)
-        assert not ending.done()
-        process.load = IDLE
-        await asyncio.wait_for(ending, PATIENCE_S)
-
-
-async def test_after_the_deadline_front_ends_are_told_to_go_on_elsewhere() -> None:
-    async with world() as it:
-        it.launcher.process("i0").load = BUSY
-        await it.link.order(drain("i0", deadline_s=0.0))
-        await until(lambda: it.front.evacuated == ["i0"])
+    ending = asyncio.create_task(it.cluster.let_read(60.0, asyncio.Event()))
+    await asyncio.sleep(0.1)
+    assert not ending.done()
+    process.load = IDLE
+    await asyncio.wait_for(ending, PATIENCE_S)
 
 
-async def test_with_nowhere_to_go_what_runs_is_left_alone() -> None:
-    async with world() as it:
-        it.launcher.process("i1").load = BUSY
-        await it.link.order(drain("i0"))
-        await it.link.order(drain("i1", deadline_s=0.0))
-        await asyncio.sleep(0.3)
-        assert it.front.evacuated == []
-        assert it.front.states() == {"i0": "draining", "i1": "draining"}
+async def test_after_the_deadline_front_ends_are_told_to_go_on_elsewhere(it: World) -> None:
+    it.launcher.process("i0").load = BUSY
+    await it.link.order(drain("i0", deadline_s=0.0))
+    await until(lambda: it.front.evacuated == ["i0"])
 
 
-async def test_the_last_that_serves_is_not_ended() -> None:
-    async with world() as it:
-        await it.link.order(drain("i0"))
-        for now in (False, True):
-            with pytest.raises(OrderFailed, match="instance i1 is the only one that serves"):
-                await it.link.order(drain("i1", leave=True, now=now))
+async def test_with_nowhere_to_go_what_runs_is_left_alone(it: World) -> None:
+    it.launcher.process("i1").load = BUSY
+    await it.link.order(drain("i0"))
+    await it.link.order(drain("i1", deadline_s=0.0))
+    await asyncio.sleep(0.3)
+    assert it.front.evacuated == []
+    assert it.front.states() == {"i0": "draining", "i1": "draining"}
 
 
-async def test_one_that_is_ended_at_once_does_not_wait() -> None:
-    async with world() as it:
-        it.launcher.process("i0").load = BUSY
-        await it.link.order(drain("i0", leave=True, now=True))
-        await it.hears(i1="serving")
-        await until(lambda: it.launcher.process("i0").stopped)
+async def test_the_last_that_serves_is_not_ended(it: World) -> None:
+    await it.link.order(drain("i0"))
+    for now in (False, True):
+        with pytest.raises(OrderFailed, match="instance i1 is the only one that serves"):
+            await it.link.order(drain("i1", leave=True, now=now))
 
 
-async def test_one_that_dies_is_started_again_under_its_name() -> None:
-    async with world() as it:
-        before = next(one.endpoint for one in it.front.members if one.instance == "i0")
-        it.launcher.process("i0").die()
-        gone = {"i0": "starting", "i1": "serving"}
-        await until(lambda: gone in it.front.history[2:])
-        await it.hears(i0="serving", i1="serving")
-        assert it.front.members[0].endpoint != before
-        assert "instance i0 is gone (killed by SIGKILL), again in 0.5 s" in it.said
+async def test_one_that_is_ended_at_once_does_not_wait(it: World) -> None:
+    it.launcher.process("i0").load = BUSY
+    await it.link.order(drain("i0", leave=True, now=True))
+    await it.hears(i1="serving")
+    await until(lambda: it.launcher.process("i0").stopped)
+
+
+async def test_one_that_dies_is_started_again_under_its_name(it: World) -> None:
+    before = next(one.endpoint for one in it.front.members if one.instance == "i0")
+    it.launcher.process("i0").die()
+    gone = {"i0": "starting", "i1": "serving"}
+    await until(lambda: gone in it.front.history[2:])
+    await it.hears(i0="serving", i1="serving")
+    assert it.front.members[0].endpoint != before
+    assert "instance i0 is gone (killed by SIGKILL), again in 0.5 s" in it.said
 
 
 async def test_an_instance_keeps_the_share_with_which_it_was_ordered() -> None:
@@ -562,34 +311,17 @@ async def test_an_instance_keeps_the_share_with_which_it_was_ordered() -> None:
         assert shares(it.launcher.process("i2")) == (8, 4)
 
 
-async def asks(it: World, name: str, size: int) -> None:
-    """It was told to ask for that guarantee, and its launcher has heard so."""
-    shared = InUnit(0, 0, 0, 0.0, connected=True, asked=size)
-    it.launcher.process(name).shared = shared
-
-    def heard() -> bool:
-        report = report_of(instance_of(it.cluster, name))
-        return report is not None and report.shared == shared
-
-    await until(heard)
-
-
-def guarantee(process: Process) -> int:
-    unit = process.launch.config.unit
-    assert unit is not None
-    return unit.guarantee
-
-
-async def test_one_that_dies_is_started_again_with_the_guarantee_that_it_was_told() -> None:
-    async with world() as it:
-        assert guarantee(it.launcher.process("i0")) == 400
-        await asks(it, "i0", 700)
-        it.launcher.process("i0").die()
-        await until(lambda: len(it.launcher.starts) == 3)
-        assert guarantee(it.launcher.process("i0")) == 700
-        it.launcher.process("i0").die()
-        await until(lambda: len(it.launcher.starts) == 4)
-        assert guarantee(it.launcher.process("i0")) == 700, "though it hasn't said so since"
+async def test_one_that_dies_is_started_again_with_the_guarantee_that_it_was_told(
+    it: World,
+) -> None:
+    assert guarantee(it.launcher.process("i0")) == 400
+    await asks(it, "i0", 700)
+    it.launcher.process("i0").die()
+    await until(lambda: len(it.launcher.starts) == 3)
+    assert guarantee(it.launcher.process("i0")) == 700
+    it.launcher.process("i0").die()
+    await until(lambda: len(it.launcher.starts) == 4)
+    assert guarantee(it.launcher.process("i0")) == 700, "though it hasn't said so since"
 
 
 async def test_one_that_is_silent_for_long_is_ended_and_started_again(
@@ -604,22 +336,20 @@ async def test_one_that_is_silent_for_long_is_ended_and_started_again(
         await it.hears(i0="serving", i1="serving")
 
 
-async def test_one_that_dies_while_it_drains_goes_on_draining() -> None:
-    async with world() as it:
-        it.launcher.process("i0").load = BUSY
-        await it.link.order(drain("i0"))
-        it.launcher.process("i0").die()
-        await until(lambda: len(it.launcher.starts) == 3)
-        await until(lambda: it.launcher.process("i0").state == "draining")
+async def test_one_that_dies_while_it_drains_goes_on_draining(it: World) -> None:
+    it.launcher.process("i0").load = BUSY
+    await it.link.order(drain("i0"))
+    it.launcher.process("i0").die()
+    await until(lambda: len(it.launcher.starts) == 3)
+    await until(lambda: it.launcher.process("i0").state == "draining")
 
 
-async def test_one_that_dies_while_it_leaves_is_gone() -> None:
-    async with world() as it:
-        it.launcher.process("i0").load = BUSY
-        await it.link.order(drain("i0", leave=True))
-        it.launcher.process("i0").die()
-        await it.hears(i1="serving")
-        assert len(it.launcher.starts) == 2
+async def test_one_that_dies_while_it_leaves_is_gone(it: World) -> None:
+    it.launcher.process("i0").load = BUSY
+    await it.link.order(drain("i0", leave=True))
+    it.launcher.process("i0").die()
+    await it.hears(i1="serving")
+    assert len(it.launcher.starts) == 2
 
 
 async def test_one_that_dies_again_and_again_is_given_up_and_can_be_removed() -> None:
@@ -637,14 +367,13 @@ async def test_one_that_dies_again_and_again_is_given_up_and_can_be_removed() ->
         await it.hears(i1="serving")
 
 
-async def test_an_added_one_that_cannot_start_is_not_tried_again() -> None:
-    async with world() as it:
-        it.launcher.broken = "can't serve MODEL: no memory"
-        await it.link.order(AddInstances)
-        await it.hears(i0="serving", i1="serving", i2="failed")
-        given_up = "instance i2: can't serve MODEL: no memory; it is given up"
-        await until(lambda: given_up in it.said)
-        assert len(it.launcher.starts) == 3
+async def test_an_added_one_that_cannot_start_is_not_tried_again(it: World) -> None:
+    it.launcher.broken = "can't serve MODEL: no memory"
+    await it.link.order(AddInstances)
+    await it.hears(i0="serving", i1="serving", i2="failed")
+    given_up = "instance i2: can't serve MODEL: no memory; it is given up"
+    await until(lambda: given_up in it.said)
+    assert len(it.launcher.starts) == 3
 
 
 async def test_a_first_one_that_cannot_start_ends_the_start() -> None:
@@ -694,20 +423,18 @@ async def test_one_that_hangs_is_ended_though_it_is_taken_out_meanwhile(
         assert hung.stopped
 
 
-async def test_a_launcher_that_fails_at_a_start_tries_again() -> None:
-    async with world() as it:
-        it.launcher.bug = RuntimeError("out of descriptors")
-        it.launcher.process("i0").die()
-        await until(lambda: "out of descriptors" in it.front.members[0].detail)
-        it.launcher.bug = None
-        await it.hears(i0="serving", i1="serving")
+async def test_a_launcher_that_fails_at_a_start_tries_again(it: World) -> None:
+    it.launcher.bug = RuntimeError("out of descriptors")
+    it.launcher.process("i0").die()
+    await until(lambda: "out of descriptors" in it.front.members[0].detail)
+    it.launcher.bug = None
+    await it.hears(i0="serving", i1="serving")
 
 
-async def test_without_a_launcher_an_order_fails() -> None:
-    async with world() as it:
-        await it.control.close()
-        with pytest.raises(LauncherGone):
-            await it.link.order(AddInstances)
+async def test_without_a_launcher_an_order_fails(it: World) -> None:
+    await it.control.close()
+    with pytest.raises(LauncherGone):
+        await it.link.order(AddInstances)
 
 
 async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(
@@ -770,46 +497,44 @@ async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and
 OTHERS = [ClusterMember("b-i0", "tcp://b", server="toy at B")]
 
 
-async def test_a_whole_server_drains_and_its_instances_end_when_they_are_empty() -> None:
-    async with world() as it:
-        it.cluster.set_guests(OTHERS, {})
-        it.launcher.process("i0").load = BUSY
+async def test_a_whole_server_drains_and_its_instances_end_when_they_are_empty(it: World) -> None:
+    it.cluster.set_guests(OTHERS, {})
+    it.launcher.process("i0").load = BUSY
 
-        assert await it.link.order(drain("", leave=True)) == ("i0", "i1")
+    assert await it.link.order(drain("", leave=True)) == ("i0", "i1")
 
-        await it.hears(**{"i0": "draining", "b-i0": "serving"})  # i1 was empty
-        it.launcher.process("i0").load = IDLE
-        await it.hears(**{"b-i0": "serving"})
+    await it.hears(**{"i0": "draining", "b-i0": "serving"})  # i1 was empty
+    it.launcher.process("i0").load = IDLE
+    await it.hears(**{"b-i0": "serving"})
 
 
-async def test_a_whole_server_that_was_drained_serves_again() -> None:
-    async with world() as it:
-        it.cluster.set_guests(OTHERS, {})
-        await it.link.order(drain(""))
-        await it.hears(**{"i0": "draining", "i1": "draining", "b-i0": "serving"})
+async def test_a_whole_server_that_was_drained_serves_again(it: World) -> None:
+    it.cluster.set_guests(OTHERS, {})
+    await it.link.order(drain(""))
+    await it.hears(**{"i0": "draining", "i1": "draining", "b-i0": "serving"})
 
+    await it.link.order(lambda number: StopDrain(number, ""))
+
+    await it.hears(**{"i0": "serving", "i1": "serving", "b-i0": "serving"})
+    with pytest.raises(OrderFailed, match="no instance of this server is draining"):
         await it.link.order(lambda number: StopDrain(number, ""))
 
-        await it.hears(**{"i0": "serving", "i1": "serving", "b-i0": "serving"})
-        with pytest.raises(OrderFailed, match="no instance of this server is draining"):
-            await it.link.order(lambda number: StopDrain(number, ""))
+
+async def test_without_another_server_a_whole_one_is_not_drained(it: World) -> None:
+    it.cluster.set_guests([], {"toy at C": "its weights is v, here w"})
+
+    with pytest.raises(OrderFailed, match="toy at C can't: its weights is v, here w"):
+        await it.link.order(drain("", leave=True))
+
+    await it.hears(i0="serving", i1="serving")
 
 
-async def test_without_another_server_a_whole_one_is_not_drained() -> None:
-    async with world() as it:
-        it.cluster.set_guests([], {"toy at C": "its weights is v, here w"})
+async def test_the_deadline_of_a_whole_servers_drain_lets_the_rest_go_on_elsewhere(
+    it: World,
+) -> None:
+    it.cluster.set_guests(OTHERS, {})
+    it.launcher.process("i1").load = BUSY
 
-        with pytest.raises(OrderFailed, match="toy at C can't: its weights is v, here w"):
-            await it.link.order(drain("", leave=True))
+    await it.link.order(drain("", deadline_s=0.1))
 
-        await it.hears(i0="serving", i1="serving")
-
-
-async def test_the_deadline_of_a_whole_servers_drain_lets_the_rest_go_on_elsewhere() -> None:
-    async with world() as it:
-        it.cluster.set_guests(OTHERS, {})
-        it.launcher.process("i1").load = BUSY
-
-        await it.link.order(drain("", deadline_s=0.1))
-
-        await until(lambda: "i1" in it.front.evacuated)
+    await until(lambda: "i1" in it.front.evacuated)

@@ -52,6 +52,11 @@ class Host:
         return await self.starts.begin(launch, 1)
 
 
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_starts, "RELEASE_S", 0.3)
@@ -78,8 +83,7 @@ async def test_the_first_measures_alone_and_names_the_cache_of_all_that_follow(
         one.end()
 
 
-async def test_one_that_fails_while_it_measures_lets_the_next_one_measure(tmp_path: Path) -> None:
-    host = Host(tmp_path)
+async def test_one_that_fails_while_it_measures_lets_the_next_one_measure(host: Host) -> None:
     (await host.begin("i0")).end()
     second = await host.begin("i1")
     assert second.flags[0] == SHARE
@@ -87,8 +91,7 @@ async def test_one_that_fails_while_it_measures_lets_the_next_one_measure(tmp_pa
     second.end()
 
 
-async def test_other_flags_are_measured_anew(tmp_path: Path) -> None:
-    host = Host(tmp_path)
+async def test_other_flags_are_measured_anew(host: Host) -> None:
     first = await host.begin("i0")
     first.serves(5 * GIB)
     first.end()
@@ -98,9 +101,8 @@ async def test_other_flags_are_measured_anew(tmp_path: Path) -> None:
 
 
 async def test_those_whose_cache_has_a_size_wait_for_nobody_but_one_that_measures(
-    tmp_path: Path,
+    host: Host,
 ) -> None:
-    host = Host(tmp_path)
     starts = [await host.begin(one, f"{SIZE}=1G") for one in ("i0", "i1")]
     assert [one.flags for one in starts] == [[SHARE, "0.01"]] * 2
     waiting = asyncio.create_task(host.begin("i0", f"{SHARE}=0.4"))
@@ -113,8 +115,7 @@ async def test_those_whose_cache_has_a_size_wait_for_nobody_but_one_that_measure
     own.end()
 
 
-async def test_what_an_instance_had_that_has_just_ended_is_waited_for(tmp_path: Path) -> None:
-    host = Host(tmp_path)
+async def test_what_an_instance_had_that_has_just_ended_is_waited_for(host: Host) -> None:
     host.has(60 * GIB)
     waiting = asyncio.create_task(host.begin("i0"))
     await asyncio.sleep(0.1)
@@ -125,9 +126,8 @@ async def test_what_an_instance_had_that_has_just_ended_is_waited_for(tmp_path: 
 
 
 async def test_what_others_have_taken_since_is_missing_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    host: Host, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    host = Host(tmp_path)
     host.has(50 * GIB)
     start = await host.begin("i0")
     assert start.place.size == 30 * GIB
@@ -136,9 +136,8 @@ async def test_what_others_have_taken_since_is_missing_and_said(
 
 
 async def test_a_start_that_has_no_room_any_more_is_refused_and_holds_no_turn(
-    tmp_path: Path,
+    host: Host,
 ) -> None:
-    host = Host(tmp_path)
     host.has(70 * GIB)
     with pytest.raises(NoRoom, match=r"\(10\.00 GiB\) are free for it; .* 4711 \(python3\) has 70"):
         await host.begin("i0")
@@ -146,8 +145,7 @@ async def test_a_start_that_has_no_room_any_more_is_refused_and_holds_no_turn(
     (await host.begin("i1")).end()
 
 
-async def test_a_start_goes_on_where_nvml_fails(tmp_path: Path) -> None:
-    host = Host(tmp_path)
+async def test_a_start_goes_on_where_nvml_fails(host: Host) -> None:
     host.fails = True
     (await host.begin("i0")).end()
     assert host.read == 1
@@ -163,9 +161,8 @@ async def test_instances_of_a_unit_have_the_arenas_addresses_and_measure_nothing
 
 
 def test_a_third_instance_is_refused_before_it_starts_and_leaves_the_plan_as_it_was(
-    tmp_path: Path,
+    host: Host,
 ) -> None:
-    host = Host(tmp_path)
     before = dict(host.starts.division.places)
     wanted = [PlannedInstance("i2", 1, ["M"])]
     with pytest.raises(StartupError, match=r"instance i2 doesn't fit on GPU 0 .*i0 has 39\.20 GiB"):

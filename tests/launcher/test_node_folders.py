@@ -328,35 +328,21 @@ def test_a_folder_of_the_users_is_copied_to_a_node_that_lacks_it(
     assert changed != revision
 
 
-def test_a_node_gives_its_copy_of_a_folder_of_the_users_to_others(
-    site: FilesSite, tmp_path: Path
-) -> None:
-    own, there = users_folder(site), "/models/nowhere"
-    server = NodeFolders({})
-    revision = server.take_wish(site.wish(paths=(str(own),)), {}).paths[str(own)]
-    wish = site.wish(WantedFolder(folder=there, revision=revision), paths=(there,))
-    first, second = site.node("first"), site.node("second")
-
-    def state_at(node: NodeFolders, holder: FolderHolder) -> str:
-        found = node.take_wish(wish, {there: [holder]}).folder(there, revision)
-        return "" if found is None else found.state
-
-    wait_until(lambda: state_at(first, ElsewhereHolder(server, own)) == "whole")
-    wait_until(lambda: state_at(second, first) in ("whole", "failed"))
-    assert state_at(second, first) == "whole"
-    link = copy_link(str(tmp_path / "second"), there)
-    assert (link / "model.safetensors").read_bytes() == b"weights"
+WEIGHTLESS = {"config.json": CONFIG}
+"""As for --load-format=dummy."""
+TO_CHOOSE_FROM = {"a-q4.gguf": b"four", "a-q8.gguf": b"eight"}
 
 
-@pytest.mark.parametrize("names", [["config.json"], ["a-q4.gguf", "a-q8.gguf"]])
+@pytest.mark.parametrize(
+    "files", [{**WEIGHTLESS, "model.safetensors": b"weights"}, WEIGHTLESS, TO_CHOOSE_FROM]
+)
 def test_a_folder_of_the_users_is_copied_as_it_is_and_given_on(
-    site: FilesSite, tmp_path: Path, names: list[str]
+    site: FilesSite, tmp_path: Path, files: dict[str, bytes]
 ) -> None:
-    """One with no weights, such as for --load-format=dummy, and one with several to choose from."""
     own, there = site.folder / "own", "/models/nowhere"
     own.mkdir()
-    for name in names:
-        (own / name).write_bytes(CONFIG)
+    for name, data in files.items():
+        (own / name).write_bytes(data)
     server = NodeFolders({})
     revision = server.take_wish(site.wish(paths=(str(own),)), {}).paths[str(own)]
     wish = site.wish(WantedFolder(folder=there, revision=revision), paths=(there,))
@@ -370,7 +356,7 @@ def test_a_folder_of_the_users_is_copied_as_it_is_and_given_on(
         wait_until(lambda: report_at(node, holder).state in ("whole", "failed"))  # noqa: B023
         assert report_at(node, holder).why == ""
     link = copy_link(str(tmp_path / "second"), there)
-    assert sorted(one.name for one in link.iterdir() if one.is_file()) == names
+    assert {one.name: one.read_bytes() for one in link.iterdir() if one.is_file()} == files
 
 
 def test_a_node_that_has_the_servers_disk_at_another_path_leaves_it_as_it_is(

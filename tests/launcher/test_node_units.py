@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -126,14 +126,11 @@ def test_a_unit_of_another_size_gets_another_agent(units: NodeUnits) -> None:
 
 def test_units_of_two_fleets_with_one_path_are_two(units: NodeUnits) -> None:
     keep(units, [WANTED])
-    others = NodeUnits(NODE)
-    try:
+    with closing(NodeUnits(NODE)) as others:
         larger = WantedUnit(path=PATH, memory=128 * MIB)
         wait_until(lambda: others.keep_units([larger], "another") == THERE)
         assert state_of(address_of(PATH)).arena == 64 * MIB
         assert state_of(address_of(PATH, "another")).arena == 128 * MIB
-    finally:
-        others.close()
     assert listens(WANTED)
 
 
@@ -192,10 +189,9 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
 async def test_a_units_instances_have_the_gpu_that_was_taken_for_it(gpus: FakeMachine) -> None:
     uuid = devices(2)[1].uuid
     ray = MadeUpRay([uuid])
-    units = NodeUnits(NODE, gpus=UnitGpus(ray, lambda: 0.0))
     wanted = WantedUnit(path=PATH, memory=6 * GIB, gpus=(uuid,))
     order = in_unit(order_of(UnitConfig(path=PATH)))
-    try:
+    with closing(NodeUnits(NODE, gpus=UnitGpus(ray, lambda: 0.0))) as units:
         there = (UnitReport(path=PATH, gpus=(uuid,)),)
         await asyncio.to_thread(wait_until, lambda: units.keep_units([wanted], FLEET) == there)
         unit = await asyncio.to_thread(unit_on_node, order)
@@ -211,8 +207,6 @@ async def test_a_units_instances_have_the_gpu_that_was_taken_for_it(gpus: FakeMa
             gpus_of_node(order, environment, unit)
         units.keep_units([], FLEET)
         assert ray.held == []
-    finally:
-        units.close()
 
 
 async def test_a_unit_without_its_gpu_has_no_agent(gpus: FakeMachine) -> None:
@@ -277,11 +271,15 @@ class OwnNode:
         return NODE
 
 
-def test_a_later_servers_agent_has_the_units_and_the_one_before_lets_go_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def on_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node agents that are made here take this process for Ray's on the node."""
     pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
     monkeypatch.setattr("ray.get_runtime_context", OwnNode)
+
+
+@pytest.mark.usefixtures("on_node")
+def test_a_later_servers_agent_has_the_units_and_the_one_before_lets_go_of_them() -> None:
     first, second, third = NodeAgent(), NodeAgent(), NodeAgent()
 
     def wish(term: int, *units: WantedUnit) -> NodeWish:
@@ -306,8 +304,7 @@ def test_an_agent_that_hangs_is_killed_and_another_one_starts() -> None:
         return state_of(address)
 
     hangs = False
-    units = NodeUnits(NODE, clock=lambda: now, look=look)
-    try:
+    with closing(NodeUnits(NODE, clock=lambda: now, look=look)) as units:
         keep(units, [WANTED])
         before = listener_at(address_of(PATH))
         os.kill(before, signal.SIGSTOP)
@@ -321,8 +318,6 @@ def test_an_agent_that_hangs_is_killed_and_another_one_starts() -> None:
         hangs, now = False, now + FIRST_PAUSE_S
         keep(units, [WANTED])
         assert listener_at(address_of(PATH)) not in (0, before)
-    finally:
-        units.close()
 
 
 @contextmanager
@@ -339,44 +334,39 @@ def takes_no_more(folder: Path) -> Iterator[str]:
         yield path
 
 
+def errors_of(work: Callable[[], object]) -> list[str]:
+    """What work says that should fail, and that could hang for ever."""
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            work()
+        except (OSError, TransportError) as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    return found
+
+
 def test_a_look_at_an_agent_that_takes_no_more_clients_ends(tmp_path: Path) -> None:
     """The node's agent looks at the units each second, and at all else of its node."""
     with takes_no_more(tmp_path) as path:
-        found: list[str] = []
-        looking = threading.Thread(target=_look_at, args=(path, found), daemon=True)
-        looking.start()
-        looking.join(5.0)
-        assert found == [f"who listens at {path} takes no more clients"]
-
-
-def _look_at(path: str, found: list[str]) -> None:
-    try:
-        listener_at(path)
-    except TransportError as error:
-        found.append(str(error))
+        said = errors_of(lambda: listener_at(path))
+        assert said == [f"who listens at {path} takes no more clients"]
 
 
 def test_a_path_whose_listener_takes_no_more_clients_is_not_taken_over(tmp_path: Path) -> None:
     with takes_no_more(tmp_path) as path:
-        found: list[str] = []
-        taking = threading.Thread(target=_take, args=(path, found), daemon=True)
-        taking.start()
-        taking.join(5.0)
-        assert found == ["Address already in use"]
+        (said,) = errors_of(lambda: take_path(path, socket.SOCK_SEQPACKET).close())
+        assert "Address already in use" in said
 
 
-def _take(path: str, found: list[str]) -> None:
-    try:
-        take_path(path, socket.SOCK_SEQPACKET).close()
-    except OSError as error:
-        found.append(str(error.strerror))
-
-
+@pytest.mark.usefixtures("on_node")
 def test_a_part_of_a_node_that_can_not_be_kept_keeps_no_other_part_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
-    monkeypatch.setattr("ray.get_runtime_context", OwnNode)
     monkeypatch.setattr(NodeUnits, "keep_units", lambda *_: THERE)
     agent = NodeAgent()
     wish = NodeWish(fleet="f", token=OrderToken(1), units=(WANTED,))
@@ -392,11 +382,10 @@ def test_a_part_of_a_node_that_can_not_be_kept_keeps_no_other_part_back(
     assert agent.measure(wish, {}).files.why == ""
 
 
+@pytest.mark.usefixtures("on_node")
 def test_an_agent_that_can_not_end_one_part_of_its_node_lets_go_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
-    monkeypatch.setattr("ray.get_runtime_context", OwnNode)
     ended: list[str] = []
 
     def odd(_: object) -> None:
@@ -412,12 +401,11 @@ def test_an_agent_that_can_not_end_one_part_of_its_node_lets_go_of_the_others(
     assert set(ended) == {"units"}  # on a slow machine the thread that looks lets go of them, too
 
 
+@pytest.mark.usefixtures("on_node")
 def test_an_agent_that_can_not_see_which_server_leads_keeps_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another process on the node has taken all file descriptors, for a while."""
-    pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
-    monkeypatch.setattr("ray.get_runtime_context", OwnNode)
     monkeypatch.setattr(ray_agents, "FENCE_LOOK_S", 0.01)
     monkeypatch.setattr(NodeUnits, "keep_units", lambda *_: THERE)
     ended, looks = list[str](), list[int]()

@@ -18,6 +18,7 @@ from kvmig.controlplane.messages import (
     ScaleInstances,
 )
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
+from kvmig.core.background import cancel_tasks
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import StartupError
 from kvmig.launcher import scheduler
@@ -78,8 +79,7 @@ async def kept(cluster: FakeCluster) -> AsyncIterator[None]:
     keeping = asyncio.create_task(keeper.run())
     async with asyncio.timeout(20):
         yield
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
+    await cancel_tasks(keeping)
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def test_where_others_have_the_gpu_what_was_taken_goes_back_and_is_asked_for_aga
     ray = MadeUpRay(["g0"])
     gpus = ray.made()
     turns(gpus, "g1")
-    assert ray.held == ["g0", ""]
+    assert ray.held == ["g0", ""], "nothing more while one is awaited"
     ray.now += PATIENCE_S
     why = "Ray has given GPU g1 to others, or does not have it"
     assert turns(gpus, "g1") == UnitGpu(why=why)
@@ -157,12 +157,6 @@ def test_a_holder_that_never_had_its_gpu_says_why_and_the_next_one_comes_after_a
     ray.now += AGAIN_S
     turns(gpus, "g1", count=1)
     assert ray.held == ["g0"]
-
-
-def test_nothing_more_is_taken_while_one_is_awaited() -> None:
-    ray = MadeUpRay(["g0"])
-    turns(ray.made(), "g1")
-    assert ray.held == ["g0", ""]
 
 
 def test_units_that_name_each_others_gpus_get_their_own() -> None:
