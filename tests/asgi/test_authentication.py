@@ -24,9 +24,8 @@ def head(length: int, *lines: str) -> bytes:
 
 async def post(front: Stubbed, path: str, key: str = "", content: bytes = b"{}") -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
-        url = f"http://127.0.0.1:{front.port}{path}"
-        return await client.post(url, headers=headers, content=content)
+    async with front.client(headers) as client:
+        return await client.post(path, content=content)
 
 
 async def test_bodies_of_those_without_a_key_take_no_room_from_those_with_one() -> None:

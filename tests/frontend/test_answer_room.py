@@ -8,12 +8,13 @@ import pytest
 
 from kvmig.asgi import answer_room
 from kvmig.asgi.answer_room import MOST_LOGPROBS, MOST_TOKENS, AnswerRoom
-from kvmig.asgi.call import HttpCall, current_call
+from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import AbortRequests
 from kvmig.core.errors import AnswerTooLarge
 from kvmig.frontend.requests import LiveRequest
 from kvmig.frontend.splice import StreamSplicer
 from tests.support.fake_llumlet import cluster
+from tests.support.http_calls import in_call
 from tests.support.inside import look_at_readers
 
 pytestmark = pytest.mark.usefixtures("small_room")
@@ -40,13 +41,9 @@ def test_a_log_probability_takes_more_room_than_a_token() -> None:
 
 
 async def submit(router: Any, *names: str, whole: bool, **logprobs: int) -> HttpCall:
-    call = HttpCall()
-    token = current_call.set(call)
-    try:
+    with in_call(HttpCall()) as call:
         for name in names:
             await router.submit(name, "cmpl-x-0", 20, 0, [b""], None, whole=whole, **logprobs)
-    finally:
-        current_call.reset(token)
     return call
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import NoInstance
 from kvmig.frontend.dispatch_turns import FRESH, QUEUED, DispatchTurns, QueueLengths
 from kvmig.frontend.fair_queue import FairQueue
@@ -91,9 +92,7 @@ async def test_many_are_held_back_and_the_other_tenants_goes_next() -> None:
     engines.turns.grant_turns()
     await settle()
     assert engines.sent[FRESH:] == [f"m{FRESH}", "one"]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel_tasks(*tasks)
     assert len(engines.turns) == 0
 
 

@@ -20,6 +20,7 @@ from kvmig.asgi.call import current_call
 from kvmig.asgi.connection import HttpConnection
 from kvmig.asgi.problems import shorten_value
 from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
+from kvmig.core.background import cancel_tasks
 from kvmig.core.config import HttpConfig
 from kvmig.frontend.middleware import HttpState
 from tests.support.http_states import behind_middleware
@@ -57,10 +58,13 @@ class Front:
             except ConnectionError:
                 return b""  # closed while we were still talking
 
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=TIMEOUT_S)
+
     async def echo(self, body: bytes) -> httpx.Response:
         """An ordinary call."""
-        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
-            return await client.post(f"http://127.0.0.1:{self.port}/", content=body)
+        async with self.client() as client:
+            return await client.post("/", content=body)
 
 
 class Engine:
@@ -192,11 +196,10 @@ async def test_many_large_bodies_at_once_are_bounded_together() -> None:
 
 
 async def test_a_body_counts_until_the_engine_has_its_prompt() -> None:
-    async with front(HttpConfig()) as one, httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+    async with front(HttpConfig()) as one, one.client() as client:
         engine = ENGINE.get()
         body = json.dumps({"prompt": "a" * 10_000}).encode()
-        url = f"http://127.0.0.1:{one.port}/v1/completions"
-        call = asyncio.create_task(client.post(url, content=body))
+        call = asyncio.create_task(client.post("/v1/completions", content=body))
         await until(lambda: one.state.budget.used == len(body))
         engine.takes.set()
         await until(lambda: engine.has)
@@ -206,30 +209,26 @@ async def test_a_body_counts_until_the_engine_has_its_prompt() -> None:
 
 
 async def test_a_body_counts_no_more_when_its_call_fails_or_its_client_leaves() -> None:
-    async with front(HttpConfig()) as one, httpx.AsyncClient(timeout=TIMEOUT_S) as client:
-        url = f"http://127.0.0.1:{one.port}/v1"
-        assert (await client.post(f"{url}/chat/completions", content=b"{}")).status_code == 500
+    async with front(HttpConfig()) as one, one.client() as client:
+        assert (await client.post("/v1/chat/completions", content=b"{}")).status_code == 500
         assert one.state.budget.used == 0
-        call = asyncio.create_task(client.post(f"{url}/completions", content=b"{}"))
+        call = asyncio.create_task(client.post("/v1/completions", content=b"{}"))
         await until(lambda: one.state.budget.used)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
+        await cancel_tasks(call)
         ENGINE.get().takes.set()
         ENGINE.get().answers.set()
         await until(lambda: not one.state.budget.used)
 
 
 async def test_one_key_that_fills_its_room_leaves_as_much_to_others() -> None:
-    async with (
-        front(HttpConfig(max_body=10_000)) as one,
-        httpx.AsyncClient(timeout=TIMEOUT_S) as client,
-    ):
+    async with front(HttpConfig(max_body=10_000)) as one, one.client() as client:
         one.state.keyed = True
 
         def call(key: str) -> asyncio.Task[httpx.Response]:
-            url = f"http://127.0.0.1:{one.port}/v1/completions"
-            headers = {"authorization": f"Bearer {key}"}
-            return asyncio.create_task(client.post(url, content=b" " * 9000, headers=headers))
+            headers, body = {"authorization": f"Bearer {key}"}, b" " * 9000
+            return asyncio.create_task(
+                client.post("/v1/completions", content=body, headers=headers)
+            )
 
         mine = []
         for number in range(1, 5):
@@ -248,12 +247,10 @@ async def test_one_key_that_fills_its_room_leaves_as_much_to_others() -> None:
 async def test_a_body_of_more_values_than_the_model_can_use_is_413_before_the_engine_sees_it() -> (
     None
 ):
-    async with front(HttpConfig()) as one:
+    async with front(HttpConfig()) as one, one.client() as client:
         one.state.learn(ModelReach(tokens=1000))
-        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
-            url = f"http://127.0.0.1:{one.port}/v1/completions"
-            many = await client.post(url, json={"prompt": [1] * 100_000})
-            large = await client.post(url, json={"prompt": "a" * 2_000_000})
+        many = await client.post("/v1/completions", json={"prompt": [1] * 100_000})
+        large = await client.post("/v1/completions", json={"prompt": "a" * 2_000_000})
         assert (many.status_code, large.status_code, ENGINE.get().has) == (413, 413, 0)
         assert "allowed are" in many.text
         assert one.state.budget.used == 0

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvmig.asgi.call import accepted, current_call, current_call_id
 from kvmig.asgi.priority import PRIORITY, checked_body
@@ -22,6 +22,11 @@ from kvmig.core.priorities import PriorityClass, with_normal
 from kvmig.frontend.probes import probe_routes
 from kvmig.frontend.requests import priority_of_call
 from tests.support.http_states import behind_middleware
+
+
+def client_of(app: ASGIApp) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
 async def echo_id(request: Request) -> PlainTextResponse:
@@ -33,8 +38,7 @@ async def echo_id(request: Request) -> PlainTextResponse:
 async def get(headers: dict[str, str]) -> httpx.Response:
     app = Starlette(routes=[Route("/", echo_id)])
     behind_middleware(app)
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app) as client:
         return await client.get("/", headers=headers)
 
 
@@ -79,8 +83,7 @@ async def knock(path: str, closed: bool = False, vacant: bool = False) -> httpx.
     async def answer() -> str:
         return "in"
 
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with client_of(app) as client:
         return await client.post(path)
 
 
@@ -98,8 +101,7 @@ async def test_health_is_ready_exactly_when_calls_are_taken(
     async def answer() -> Response:
         return Response(status_code=500 if broken else 200)
 
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with client_of(app) as client:
         call = await client.post("/v1/completions")
         ready = [await client.get(path) for path in ("/health", "/ping")]
         head = await client.head("/health")
@@ -130,8 +132,7 @@ async def test_a_call_to_the_engines_of_a_server_that_has_none_is_refused_by_nam
     async def answer() -> str:
         return "in"
 
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with client_of(app) as client:
         refused = await client.post(path)
         works = await client.post("/tokenize")
 
@@ -166,8 +167,7 @@ async def test_a_path_with_a_slash_at_its_end_is_the_same_path(path: str) -> Non
     async def answer(request: Request) -> str:
         return request.url.path
 
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app) as client:
         found = await client.post(path, json={})
     assert (found.status_code, found.json()) == (200, "/v1/completions")
 
@@ -189,8 +189,7 @@ async def session_of(headers: dict[str, str], **fields: str) -> int | str | None
     app = Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])
     state = behind_middleware(app)
     state.session_secret = b"of this front end"
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app) as client:
         body = {"prompt": "a", **fields}
         got = (await client.post("/v1/completions", json=body, headers=headers)).json()
     found: int | str | None = got["session"] if "session" in got else got["error"]["message"]
@@ -216,8 +215,7 @@ async def test_a_session_counts_for_the_key_of_its_call() -> None:
 
     app = Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])
     behind_middleware(app).keyed = True
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app) as client:
         for key in ("one", "one", "other"):
             headers = {"authorization": f"Bearer {key}", "x-session-id": "s"}
             await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
@@ -246,9 +244,8 @@ def application() -> Starlette:
 
 
 async def post(content: Any, headers: dict[str, str] | None = None) -> httpx.Response:
-    transport = httpx.ASGITransport(app=application())
     headers = {"content-type": "application/json", **(headers or {})}
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(application()) as client:
         return await client.post("/", content=content, headers=headers)
 
 
@@ -313,8 +310,7 @@ async def test_what_needs_no_change_goes_through_as_it_came(body: bytes) -> None
 async def test_other_calls_are_left_alone() -> None:
     form = await post(b'{"priority": 7}', {"content-type": "multipart/form-data"})
     assert form.json()["body"] == '{"priority": 7}'
-    transport = httpx.ASGITransport(app=application())
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(application()) as client:
         assert (await client.get("/", headers={PRIORITY: "7"})).status_code == 200
 
 
@@ -340,6 +336,5 @@ async def test_the_admin_api_without_a_key_is_closed_to_http_1_0(version: str, s
     async def in_version(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "http_version": version}, receive, send)
 
-    transport = httpx.ASGITransport(app=in_version)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with client_of(in_version) as client:
         assert (await client.get(path)).status_code == status

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import httpx
 import hypothesis
 import pytest
@@ -14,27 +11,19 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from kvmig.asgi.call import HttpCall, current_call
+from kvmig.asgi.call import HttpCall
 from kvmig.core.config import ClusterConfig, HttpConfig, check
 from kvmig.core.errors import ConfigError
 from kvmig.engines.transformers.kind import TransformersKind, engine_fields, parse
 from kvmig.engines.vllm.kind import VllmKind
 from kvmig.frontend.isolation import OwnEntries, PromptSalts, current_tenant, make_salt
 from kvmig.models import BUNDLED
+from tests.support.http_calls import in_call
 from tests.support.http_states import behind_middleware
 
 SECRET = b"s" * 32
 PROMPTS = st.tuples(st.text(max_size=20), st.none() | st.text(max_size=20))
 """A user, and the call's own salt."""
-
-
-@contextmanager
-def calling(tenant: str) -> Iterator[None]:
-    token = current_call.set(HttpCall(tenant=tenant))
-    try:
-        yield
-    finally:
-        current_call.reset(token)
 
 
 @hypothesis.given(PROMPTS, PROMPTS)
@@ -50,21 +39,21 @@ def test_nobody_computes_a_users_salt_without_the_clusters_secret() -> None:
 
 
 def test_all_front_ends_of_a_cluster_make_the_same_salts() -> None:
-    with calling("anna"):
+    with in_call(HttpCall(tenant="anna")):
         assert PromptSalts(SECRET).salt_of("x") == PromptSalts(SECRET).salt_of("x")
         assert PromptSalts(SECRET).salt_of("x") == make_salt(SECRET, "anna", "x")
 
 
 def test_an_entry_is_found_by_calls_of_its_own_user_only() -> None:
     entries = OwnEntries[int]()
-    with calling("anna"):
+    with in_call(HttpCall(tenant="anna")):
         entries["r"] = 1
-    with calling("bea"):
+    with in_call(HttpCall(tenant="bea")):
         assert entries.get("r") is None
         assert list(entries) == []
         assert entries.pop("r", None) is None
         entries["r"] = 2
-    with calling("anna"):
+    with in_call(HttpCall(tenant="anna")):
         assert dict(entries) == {"r": 1}
         del entries["r"]
         assert len(entries) == 0

@@ -6,7 +6,6 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -95,7 +94,7 @@ class Site:
         self.answers[path] = head.encode()
 
 
-@asynccontextmanager
+@pytest.fixture
 async def site() -> AsyncIterator[Site]:
     one = Site()
     one.answers["/image"] = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nimage"
@@ -108,9 +107,8 @@ async def site() -> AsyncIterator[Site]:
             await writer.wait_closed()
 
 
-async def test_a_named_host_is_fetched() -> None:
-    async with site() as one:
-        assert await fetch_media(HERE, f"http://localhost:{one.port}/image") == b"image"
+async def test_a_named_host_is_fetched(site: Site) -> None:
+    assert await fetch_media(HERE, f"http://localhost:{site.port}/image") == b"image"
 
 
 @pytest.mark.parametrize(
@@ -120,67 +118,61 @@ async def test_a_named_host_is_fetched() -> None:
         "0x7f000001",
     ],
 )  # fmt: skip
-async def test_this_machine_is_not_fetched_from_however_it_is_spelt(host: str) -> None:
-    async with site() as one:
-        with pytest.raises(MediaRefused) as refused:
-            await fetch_media(MediaRules(), f"http://{host}:{one.port}/image")
-        assert str(refused.value) == NOT_FETCHED
-        assert one.asked == []
+async def test_this_machine_is_not_fetched_from_however_it_is_spelt(site: Site, host: str) -> None:
+    with pytest.raises(MediaRefused) as refused:
+        await fetch_media(MediaRules(), f"http://{host}:{site.port}/image")
+    assert str(refused.value) == NOT_FETCHED
+    assert site.asked == []
 
 
 async def test_a_name_that_means_this_machine_is_not_fetched(
-    monkeypatch: pytest.MonkeyPatch,
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with site() as one:
-        ours = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", one.port))]
+    ours = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", site.port))]
 
-        async def resolve(*_: object, **__: object) -> object:
-            return ours
+    async def resolve(*_: object, **__: object) -> object:
+        return ours
 
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve, raising=False)
-        with pytest.raises(MediaRefused, match=NOT_FETCHED):
-            await fetch_media(MediaRules(), f"http://images.example.com:{one.port}/image")
-        assert one.asked == []
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve, raising=False)
+    with pytest.raises(MediaRefused, match=NOT_FETCHED):
+        await fetch_media(MediaRules(), f"http://images.example.com:{site.port}/image")
+    assert site.asked == []
 
 
 @pytest.mark.parametrize("to", ["http://127.0.0.1:{}/image", "//127.0.0.1:{}/image"])
-async def test_a_redirect_is_judged_as_the_first_url_was(to: str) -> None:
-    async with site() as one:
-        one.redirect("/away", to.format(one.port))
-        one.redirect("/here", "/image")
-        with pytest.raises(MediaRefused):
-            await fetch_media(HERE, f"http://localhost:{one.port}/away")
-        assert one.asked == ["/away"]
-        assert await fetch_media(HERE, f"http://localhost:{one.port}/here") == b"image"
+async def test_a_redirect_is_judged_as_the_first_url_was(site: Site, to: str) -> None:
+    site.redirect("/away", to.format(site.port))
+    site.redirect("/here", "/image")
+    with pytest.raises(MediaRefused):
+        await fetch_media(HERE, f"http://localhost:{site.port}/away")
+    assert site.asked == ["/away"]
+    assert await fetch_media(HERE, f"http://localhost:{site.port}/here") == b"image"
 
 
-async def test_a_redirect_to_a_file_is_refused() -> None:
-    async with site() as one:
-        one.redirect("/away", "file:///etc/passwd")
-        with pytest.raises(MediaRefused):
-            await fetch_media(HERE, f"http://localhost:{one.port}/away")
+async def test_a_redirect_to_a_file_is_refused(site: Site) -> None:
+    site.redirect("/away", "file:///etc/passwd")
+    with pytest.raises(MediaRefused):
+        await fetch_media(HERE, f"http://localhost:{site.port}/away")
 
 
-async def test_a_circle_of_redirects_ends() -> None:
-    async with site() as one:
-        one.redirect("/round", "/round")
-        with pytest.raises(MediaRefused):
-            await fetch_media(HERE, f"http://localhost:{one.port}/round")
-        assert len(one.asked) == 4
+async def test_a_circle_of_redirects_ends(site: Site) -> None:
+    site.redirect("/round", "/round")
+    with pytest.raises(MediaRefused):
+        await fetch_media(HERE, f"http://localhost:{site.port}/round")
+    assert len(site.asked) == 4
 
 
 @pytest.mark.parametrize("path", ["/long", "/endless", "/silent", "/nothing", "/odd"])
-async def test_whatever_goes_wrong_is_one_sentence(path: str) -> None:
-    async with site() as one:
-        one.answers["/long"] = b"HTTP/1.1 200 OK\r\ncontent-length: 2000\r\n\r\n" + 2000 * b"x"
-        one.answers["/endless"] = b"HTTP/1.1 200 OK\r\n\r\n" + 9000 * b"x"
-        one.answers["/silent"] = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"
-        one.answers["/odd"] = b"220 mail.example.com ESMTP\r\n"
-        with pytest.raises(MediaRefused) as refused:
-            await fetch_media(
-                HERE, f"http://localhost:{one.port}{path}", timeout_s=0.3, most_bytes=1000
-            )
-        assert str(refused.value) == NOT_FETCHED
+async def test_whatever_goes_wrong_is_one_sentence(site: Site, path: str) -> None:
+    site.answers["/long"] = b"HTTP/1.1 200 OK\r\ncontent-length: 2000\r\n\r\n" + 2000 * b"x"
+    site.answers["/endless"] = b"HTTP/1.1 200 OK\r\n\r\n" + 9000 * b"x"
+    site.answers["/silent"] = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"
+    site.answers["/odd"] = b"220 mail.example.com ESMTP\r\n"
+    with pytest.raises(MediaRefused) as refused:
+        await fetch_media(
+            HERE, f"http://localhost:{site.port}{path}", timeout_s=0.3, most_bytes=1000
+        )
+    assert str(refused.value) == NOT_FETCHED
 
 
 async def test_a_port_that_nobody_listens_on_is_the_same_sentence() -> None:

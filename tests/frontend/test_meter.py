@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+import pytest
+
 from kvmig.accounts.usage import UsageRecord
 from kvmig.asgi.answer_usage import CallUsage
 from kvmig.asgi.call import HttpCall
@@ -41,14 +43,25 @@ class Front:
         request.first_at, request.cached_tokens = 1.0, cached
         request.splicer.next = 1
 
+    def end_call(self, status: int) -> UsageRecord:
+        """The call is over; its record."""
+        self.call.status = status
+        self.call.end_answer()
+        self.call.end_call()
+        return self.record()
+
     def record(self) -> UsageRecord:
         """Of the call."""
         (found,) = self.meter.take_records()
         return found
 
 
-def test_moves_of_sequences_that_run_and_that_have_ended_add_up() -> None:
-    front = Front()
+@pytest.fixture
+def front() -> Front:
+    return Front()
+
+
+def test_moves_of_sequences_that_run_and_that_have_ended_add_up(front: Front) -> None:
     one, two = front.add("1"), front.add("2")
     for request, epoch in ((one, 1), (one, 2), (two, 1)):
         request.note_switch(epoch)
@@ -57,8 +70,9 @@ def test_moves_of_sequences_that_run_and_that_have_ended_add_up() -> None:
     assert front.record().moves == 3
 
 
-def test_a_prompt_of_several_answers_was_cached_as_it_was_for_the_first_of_them() -> None:
-    front = Front()
+def test_a_prompt_of_several_answers_was_cached_as_it_was_for_the_first_of_them(
+    front: Front,
+) -> None:
     one, two, other = front.add("1"), front.add("2"), front.add("3", "y")
     front.begin(one, 16)
     front.meter.take_records()
@@ -70,8 +84,7 @@ def test_a_prompt_of_several_answers_was_cached_as_it_was_for_the_first_of_them(
     assert (record.prompt, record.cached) == (100, 48)
 
 
-def test_a_call_without_a_first_token_had_nothing_of_a_cache() -> None:
-    front = Front()
+def test_a_call_without_a_first_token_had_nothing_of_a_cache(front: Front) -> None:
     front.add("1").cached_tokens = 16
     front.table.remove("1", failed=True)
     assert front.record().cached == 0
@@ -134,28 +147,15 @@ def search_of(front: Front, width: int, steps: int) -> BeamSearch:
     return search
 
 
-def test_steps_of_a_beam_search_are_one_prompt_and_its_answers() -> None:
-    front = Front()
+def test_steps_of_a_beam_search_are_one_prompt_and_its_answers(front: Front) -> None:
     search = search_of(front, width=2, steps=3)
     running = front.record()
     assert (running.prompt, running.cached) == (50, 16)
     assert (running.output, running.sequences) == (1 + 2 + 2, 2)
 
     search.finish(50, 2 * 3)
-    front.call.status = 200
-    front.call.end_answer()
-    front.call.end_call()
-
-    over = front.record()
+    over = front.end_call(200)
     assert (over.prompt, over.output, over.status) == (50, 6, "finished")
-
-
-def ended_with(front: Front, status: int) -> UsageRecord:
-    """The record of the call, which is over."""
-    front.call.status = status
-    front.call.end_answer()
-    front.call.end_call()
-    return front.record()
 
 
 def begun() -> Front:
@@ -168,7 +168,7 @@ def begun() -> Front:
 def test_a_call_that_is_answered_with_an_error_has_used_nothing() -> None:
     front = begun()
     front.table.remove("1")
-    record = ended_with(front, 429)
+    record = front.end_call(429)
     assert (record.prompt, record.cached, record.output, record.status) == (0, 0, 0, "cut")
 
 
@@ -176,7 +176,7 @@ def test_a_call_has_used_what_its_answer_says() -> None:
     front = begun()
     front.table.remove("1")
     front.call.told = CallUsage(70, 3)
-    record = ended_with(front, 200)
+    record = front.end_call(200)
     assert (record.prompt, record.output, record.status) == (70, 3, "finished")
 
 
@@ -186,7 +186,7 @@ def test_a_call_whose_client_leaves_has_used_what_was_computed_and_is_cut() -> N
     front.call.lose_client()
     for request_id in ("1", "2"):
         front.table.remove(request_id)
-    record = ended_with(front, 499)
+    record = front.end_call(499)
     assert (record.prompt, record.output, record.status) == (100, 1, "cut")
 
 
@@ -195,31 +195,23 @@ def test_a_stream_that_fails_has_used_the_prompts_whose_answers_had_begun() -> N
     front.add("2", "y")
     for request_id in ("1", "2"):
         front.table.remove(request_id, failed=True)
-    record = ended_with(front, 200)
+    record = front.end_call(200)
     assert (record.prompt, record.output, record.status) == (50, 1, "cut")
 
 
-def test_a_call_counts_the_seconds_of_its_recordings_beside_its_tokens() -> None:
-    front = Front()
+def test_a_call_counts_the_seconds_of_its_recordings_beside_its_tokens(front: Front) -> None:
     request = front.add("1")
     front.call.seconds = 8
     front.begin(request, 0)
     running = front.record()
     assert (running.seconds, running.status) == (8, "running")
     front.table.remove("1")
-    front.call.status = 200
-    front.call.end_answer()
-    front.call.end_call()
-    ended = front.record()
+    ended = front.end_call(200)
     assert (ended.seconds, ended.prompt, ended.output) == (8, 50, 1)
 
 
-def test_a_recording_that_was_answered_with_an_error_counts_nothing() -> None:
-    front = Front()
+def test_a_recording_that_was_answered_with_an_error_counts_nothing(front: Front) -> None:
     front.add("1")
     front.call.seconds = 8
     front.table.remove("1", failed=True)
-    front.call.status = 500
-    front.call.end_answer()
-    front.call.end_call()
-    assert (front.record().seconds, front.call.seconds) == (0, 8)
+    assert (front.end_call(500).seconds, front.call.seconds) == (0, 8)

@@ -174,10 +174,8 @@ class HoldsBack:
 
 
 async def post(front: Stubbed, priority: str = "normal") -> httpx.Response:
-    async with httpx.AsyncClient(timeout=60) as client:
-        url = f"http://127.0.0.1:{front.port}/v1/completions"
-        headers = {"x-vllm-priority": priority}
-        return await client.post(url, json={"prompt": "a", "max_tokens": 1}, headers=headers)
+    async with front.client({"x-vllm-priority": priority}) as client:
+        return await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
 
 
 async def test_a_call_too_many_is_429_with_a_time_and_the_others_go_on() -> None:
@@ -216,13 +214,10 @@ async def test_a_call_too_many_is_429_with_a_time_and_the_others_go_on() -> None
 async def test_a_call_of_too_many_sequences_is_refused_before_an_engine_has_any(
     body: dict[str, Any], sentence: str, param: str | None
 ) -> None:
-    async with stubbed_front(HttpConfig(max_waiting=9, max_prompts=2)) as front:
-        async with httpx.AsyncClient(timeout=60) as client:
-            url = f"http://127.0.0.1:{front.port}/v1/completions"
-            answer = await client.post(
-                url, content=json.dumps(body), headers={"content-type": "application/json"}
-            )
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert sentence in error["message"]
-        assert error["param"] == param
+    http = HttpConfig(max_waiting=9, max_prompts=2)
+    as_json = {"content-type": "application/json"}
+    async with stubbed_front(http) as front, front.client(as_json) as client:
+        answer = await client.post("/v1/completions", content=json.dumps(body))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert sentence in error["message"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 
+import pytest
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from kvmig.asgi.call import HttpCall
@@ -59,6 +60,11 @@ class Front:
         ]
 
 
+@pytest.fixture
+def front() -> Front:
+    return Front()
+
+
 def report(request_id: str = "r", **more: object) -> MigrationReport:
     known: dict[str, object] = {
         "id": "m1", "request_id": request_id, "source": "i0", "destination": "i1",
@@ -71,8 +77,7 @@ def report(request_id: str = "r", **more: object) -> MigrationReport:
     return MigrationReport(**(known | more))  # type: ignore[arg-type]
 
 
-def test_a_request_waits_in_queues_is_computed_and_decodes() -> None:
-    front = Front()
+def test_a_request_waits_in_queues_is_computed_and_decodes(front: Front) -> None:
     front.request.queued_s = 0.5
     front.now = 14.0
     front.first_token()
@@ -83,24 +88,19 @@ def test_a_request_waits_in_queues_is_computed_and_decodes() -> None:
     assert [front.times(name) for name in ("queue", "prefill", "decode", "sequence")] == [
         [(10.0, 11.5)], [(11.5, 14.0)], [(14.0, 18.0)], [(10.0, 18.0)],
     ]  # fmt: skip
-    (sequence,) = front.memory.named("sequence")
-    assert sequence.attributes is not None
-    assert sequence.attributes["gen_ai.usage.input_tokens"] == 50
-    assert sequence.attributes["gen_ai.usage.output_tokens"] == 40
+    told = front.memory.attributes_of("sequence")
+    assert told["gen_ai.usage.input_tokens"] == 50
+    assert told["gen_ai.usage.output_tokens"] == 40
 
 
-def test_a_request_that_fails_in_the_queue_has_no_other_part() -> None:
-    front = Front()
+def test_a_request_that_fails_in_the_queue_has_no_other_part(front: Front) -> None:
     front.now = 12.0
     front.table.remove("r", failed=True)
     assert front.memory.tree() == [["sequence", "queue"]]
-    (sequence,) = front.memory.named("sequence")
-    assert sequence.attributes is not None
-    assert sequence.attributes["error.type"] == "failed"
+    assert front.memory.attributes_of("sequence")["error.type"] == "failed"
 
 
-def test_a_migration_has_its_stages_and_the_pause_in_its_parts() -> None:
-    front = Front()
+def test_a_migration_has_its_stages_and_the_pause_in_its_parts(front: Front) -> None:
     front.traces.migrated(report())
     front.table.remove("r")
     assert front.memory.tree() == [
@@ -116,42 +116,36 @@ def test_a_migration_has_its_stages_and_the_pause_in_its_parts() -> None:
     assert front.times("first token") == [(19.96, 20.0)]
 
 
-def test_a_migration_ends_no_earlier_than_its_pause() -> None:
-    front = Front()
+def test_a_migration_ends_no_earlier_than_its_pause(front: Front) -> None:
     front.traces.migrated(
         report(downtime_ms=DowntimeParts(10.0, 20.0, 30.0, 140.0, began_ms=900.0))
     )
     assert front.times("migrate") == [(19.0, 20.1)]
 
 
-def test_stages_of_an_older_instance_follow_each_other() -> None:
-    front = Front()
+def test_stages_of_an_older_instance_follow_each_other(front: Front) -> None:
     stages = [StageReport(2, 2048, 300.0), StageReport(1, 1024, 100.0)]
     front.traces.migrated(report(stages=stages, downtime_ms=DowntimeParts(10.0, 20.0, 30.0)))
     assert front.times("stage") == [(19.0, 19.3), (19.3, 19.4)]
     assert front.times("pause") == [(19.4, 19.46)]
 
 
-def test_a_report_that_comes_after_the_end_is_in_the_trace() -> None:
-    front = Front()
+def test_a_report_that_comes_after_the_end_is_in_the_trace(front: Front) -> None:
     front.table.remove("r")
     front.traces.migrated(report(state="aborted", reason="finished", downtime_ms=None))
     (migrate,) = front.memory.named("migrate")
     (sequence,) = front.memory.named("sequence")
     assert migrate.parent is not None
     assert migrate.parent.span_id == sequence.context.span_id
-    assert migrate.attributes is not None
-    assert migrate.attributes["error.type"] == "finished"
+    assert front.memory.attributes_of("migrate")["error.type"] == "finished"
 
 
-def test_a_migration_of_nobodys_request_makes_no_span() -> None:
-    front = Front()
+def test_a_migration_of_nobodys_request_makes_no_span(front: Front) -> None:
     front.traces.migrated(report("other"))
     assert front.memory.spans == []
 
 
-def test_a_further_run_is_shown_from_the_loss_until_it_is_sent() -> None:
-    front = Front()
+def test_a_further_run_is_shown_from_the_loss_until_it_is_sent(front: Front) -> None:
     front.now = 15.0
     front.table.next_run(front.request, 15.0)
     front.traces.ran_again(front.request, "i1", 70, 17.0)
@@ -162,8 +156,7 @@ def test_a_further_run_is_shown_from_the_loss_until_it_is_sent() -> None:
     assert len(front.memory.named("migrate")) == 1
 
 
-def test_steps_of_a_beam_search_make_no_spans() -> None:
-    front = Front()
+def test_steps_of_a_beam_search_make_no_spans(front: Front) -> None:
     step = LiveRequest(
         "b", "x", "c", StreamSplicer("i0"), 5, 0, [b""], 10.0, call=front.call, search=BeamSearch(4)
     )
@@ -172,8 +165,7 @@ def test_steps_of_a_beam_search_make_no_spans() -> None:
     assert front.memory.spans == []
 
 
-def test_traces_of_many_ended_requests_are_let_go() -> None:
-    front = Front()
+def test_traces_of_many_ended_requests_are_let_go(front: Front) -> None:
     front.table.remove("r")
     for number in range(1100):
         request = LiveRequest(
@@ -208,11 +200,13 @@ async def test_a_call_of_a_client_with_a_trace_is_in_that_trace_without_its_word
     assert memory.tree() == [["text_completion bytes", ["sequence", "queue", "prefill", "decode"]]]
     (call,) = memory.named("text_completion bytes")
     assert f"{call.context.trace_id:032x}" == TRACE
-    assert call.attributes is not None
-    assert call.attributes["gen_ai.request.model"] == "bytes"
-    assert call.attributes["http.response.status_code"] == 200
-    assert call.attributes["gen_ai.usage.input_tokens"] == len("secret words")
-    assert call.attributes["gen_ai.usage.output_tokens"] == 3
+    told = memory.attributes_of("text_completion bytes")
+    assert told == told | {
+        "gen_ai.request.model": "bytes",
+        "http.response.status_code": 200,
+        "gen_ai.usage.input_tokens": len("secret words"),
+        "gen_ai.usage.output_tokens": 3,
+    }
     assert not any("secret" in one.to_json() for one in memory.spans)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -80,56 +81,47 @@ async def running(it: Cluster, *tokens: int) -> list[FakeLlumlet]:
     return them
 
 
-async def resubmitted(b: FakeLlumlet) -> Submit:
-    """The next message is a Submit."""
-    message = await b.hear()
-    assert isinstance(message, Submit)
-    return message
-
-
 # -- lost
 
 
-async def test_a_lost_instances_requests_run_again_from_the_tokens_that_are_known() -> None:
-    async with cluster() as it:
-        a, b = await running(it, 10, 11)
-        await a.close()
-        assert await b.hear() == Submit("r+1", (10, 11))
-        assert b.payload == [b"payload"]
-        b.step(("r+1", 0, 2, [12, 13]))
-        b.step(("r+1", 0, 4, [14]), last=["r+1"])
-        await it.front.until(lambda: it.front.tokens["r"] == [10, 11, 12, 13, 14])
-        assert it.front.failed == {}
-        assert it.router.live() == []
+async def test_a_lost_instances_requests_run_again_from_the_tokens_that_are_known(
+    it: Cluster,
+) -> None:
+    a, b = await running(it, 10, 11)
+    await a.close()
+    assert await b.hear() == Submit("r+1", (10, 11))
+    assert b.payload == [b"payload"]
+    b.step(("r+1", 0, 2, [12, 13]))
+    b.step(("r+1", 0, 4, [14]), last=["r+1"])
+    await it.front.until(lambda: it.front.tokens["r"] == [10, 11, 12, 13, 14])
+    assert it.front.failed == {}
+    assert it.router.live() == []
 
 
-async def test_requests_of_an_instance_that_could_not_say_more_run_again() -> None:
-    async with cluster() as it:
-        a, b = await running(it, 10, 11)
-        a.send(Overrun())
-        assert await b.hear() == Submit("r+1", (10, 11))
+async def test_requests_of_an_instance_that_could_not_say_more_run_again(it: Cluster) -> None:
+    a, b = await running(it, 10, 11)
+    a.send(Overrun())
+    assert await b.hear() == Submit("r+1", (10, 11))
 
 
-async def test_one_without_a_token_is_submitted_anew() -> None:
-    async with cluster() as it:
-        a = await it.submit()
-        await a.close()
-        assert await it.others(a)[0].hear() == Submit("r+1")
+async def test_one_without_a_token_is_submitted_anew(it: Cluster) -> None:
+    a = await it.submit()
+    await a.close()
+    assert await it.others(a)[0].hear() == Submit("r+1")
 
 
-async def test_a_lost_instance_gets_nothing_new_and_its_calls_fail() -> None:
-    async with cluster() as it:
-        a, b = await it.submitted()
-        calling = asyncio.create_task(it.router.call("sleep", instances=[a.instance]))
-        assert isinstance(await a.hear(), EngineCall)
-        await a.close()
-        with pytest.raises(InstanceLost):
-            await calling
-        assert it.state(a) == "lost"
-        for n in range(3):
-            assert await it.router.submit(f"s{n}", "s", 20, 0, [b""]) == b.instance
-        with pytest.raises(InstanceLost):
-            await it.router.migrate("s0", a.instance)
+async def test_a_lost_instance_gets_nothing_new_and_its_calls_fail(it: Cluster) -> None:
+    a, b = await it.submitted()
+    calling = asyncio.create_task(it.router.call("sleep", instances=[a.instance]))
+    await a.hear_one(EngineCall)
+    await a.close()
+    with pytest.raises(InstanceLost):
+        await calling
+    assert it.state(a) == "lost"
+    for n in range(3):
+        assert await it.router.submit(f"s{n}", "s", 20, 0, [b""]) == b.instance
+    with pytest.raises(InstanceLost):
+        await it.router.migrate("s0", a.instance)
 
 
 async def test_it_may_be_lost_again_and_moves_like_any_other() -> None:
@@ -140,8 +132,7 @@ async def test_it_may_be_lost_again_and_moves_like_any_other() -> None:
         (c,) = it.others(a, b)
         assert await b.hear() == Submit("r+1", (10,))
         moving = asyncio.create_task(it.router.migrate("r", c.instance))
-        migrate = await b.hear()
-        assert isinstance(migrate, Migrate)
+        migrate = await b.hear_one(Migrate)
         assert migrate.request_id == "r+1"
         b.send(Migrated(migrate.call_id, report("r+1", b.instance, c.instance)))
         told = await moving
@@ -150,32 +141,29 @@ async def test_it_may_be_lost_again_and_moves_like_any_other() -> None:
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
 
 
-async def test_an_abort_names_the_run() -> None:
-    async with cluster() as it:
-        a, b = await running(it, 10)
-        await a.close()
-        await resubmitted(b)
-        await it.router.abort(["r"])
-        assert await b.hear() == AbortRequests(["r+1"])
+async def test_an_abort_names_the_run(it: Cluster) -> None:
+    a, b = await running(it, 10)
+    await a.close()
+    await b.hear_one(Submit)
+    await it.router.abort(["r"])
+    assert await b.hear() == AbortRequests(["r+1"])
 
 
-async def test_requests_are_listed_under_their_own_ids() -> None:
-    async with cluster() as it:
-        a, b = await running(it, 10)
-        await a.close()
-        await resubmitted(b)
-        states = [RequestState("r+1", "running", 21, 1, 2, 0)]
-        b.on[ListRequests] = lambda asked: ListedRequests(getattr(asked, "call_id", 0), states)
-        (row,) = await it.router.requests()
-        assert (row.id, row.instance, row.state, row.blocks) == ("r", b.instance, "running", 2)
+async def test_requests_are_listed_under_their_own_ids(it: Cluster) -> None:
+    a, b = await running(it, 10)
+    await a.close()
+    await b.hear_one(Submit)
+    states = [RequestState("r+1", "running", 21, 1, 2, 0)]
+    b.on[ListRequests] = lambda asked: ListedRequests(getattr(asked, "call_id", 0), states)
+    (row,) = await it.router.requests()
+    assert (row.id, row.instance, row.state, row.blocks) == ("r", b.instance, "running", 2)
 
 
-async def test_outputs_that_do_not_match_their_spans_cost_the_connection() -> None:
-    async with cluster() as it:
-        a, b = await it.submitted()
-        a.send(Outputs([OutputSpan("r", 0, 0)]), [msgspec.msgpack.encode([]), b""])
-        assert await b.hear() == Submit("r+1")
-        await until(lambda: it.state(a) == "serving")
+async def test_outputs_that_do_not_match_their_spans_cost_the_connection(it: Cluster) -> None:
+    a, b = await it.submitted()
+    a.send(Outputs([OutputSpan("r", 0, 0)]), [msgspec.msgpack.encode([]), b""])
+    assert await b.hear() == Submit("r+1")
+    await until(lambda: it.state(a) == "serving")
 
 
 # -- silent, hung, failed
@@ -197,47 +185,44 @@ async def test_a_silent_instances_requests_run_elsewhere_and_its_copies_are_fenc
 
 
 @pytest.mark.parametrize("state", ["hung", "failed"])
-async def test_an_instance_that_says_that_it_ails_is_left_at_once(state: str) -> None:
-    async with cluster() as it:
-        a, b = await running(it, 10)
-        a.report(LOAD, state)
-        assert await b.hear() == Submit("r+1", (10,))
-        assert it.state(a) == state
-        assert await it.router.submit("s", "s", 20, 0, [b""]) == b.instance
-        a.report(LOAD, "serving")
-        await until(lambda: it.state(a) == "serving")
+async def test_an_instance_that_says_that_it_ails_is_left_at_once(it: Cluster, state: str) -> None:
+    a, b = await running(it, 10)
+    a.report(LOAD, state)
+    assert await b.hear() == Submit("r+1", (10,))
+    assert it.state(a) == state
+    assert await it.router.submit("s", "s", 20, 0, [b""]) == b.instance
+    a.report(LOAD, "serving")
+    await until(lambda: it.state(a) == "serving")
 
 
 @pytest.mark.parametrize("state", ["hung", "draining"])
-async def test_a_late_drain_is_none_while_no_other_instance_serves(state: str) -> None:
-    async with cluster() as it:
-        a, b = await running(it, 10)
-        a.report(LOAD, "draining")
-        b.report(LOAD, state)
-        await until(lambda: (it.state(a), it.state(b)) == ("draining", state))
-        it.router.evacuate(a.instance)
-        a.step(("r", 0, 1, [11]))
-        await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
-        assert a.heard.empty()
-        assert b.heard.empty()
-        b.report(LOAD, "serving")
-        await until(lambda: it.state(b) == "serving")
-        it.router.evacuate(a.instance)
-        assert await b.hear() == Submit("r+1", (10, 11))
+async def test_a_late_drain_is_none_while_no_other_instance_serves(it: Cluster, state: str) -> None:
+    a, b = await running(it, 10)
+    a.report(LOAD, "draining")
+    b.report(LOAD, state)
+    await until(lambda: (it.state(a), it.state(b)) == ("draining", state))
+    it.router.evacuate(a.instance)
+    a.step(("r", 0, 1, [11]))
+    await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
+    assert a.heard.empty()
+    assert b.heard.empty()
+    b.report(LOAD, "serving")
+    await until(lambda: it.state(b) == "serving")
+    it.router.evacuate(a.instance)
+    assert await b.hear() == Submit("r+1", (10, 11))
 
 
 @pytest.mark.parametrize("able", ["0", "1"])
 async def test_what_runs_again_goes_to_any_instance_that_is_fit(
-    able: str, monkeypatch: pytest.MonkeyPatch
+    it: Cluster, able: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with cluster() as it:
-        fleet = it.router.fleet
-        monkeypatch.setattr(fleet, "is_healthy", lambda instance: instance == able)
-        order = DispatchOrder(3, 0, Submit("r"), [b"payload"], fit=True)
-        assert fleet.dispatch(order) == able
-        monkeypatch.setattr(fleet, "is_healthy", lambda instance: False)
-        with pytest.raises(NoInstance):
-            fleet.dispatch(order)
+    fleet = it.router.fleet
+    monkeypatch.setattr(fleet, "is_healthy", lambda instance: instance == able)
+    order = DispatchOrder(3, 0, Submit("r"), [b"payload"], fit=True)
+    assert fleet.dispatch(order) == able
+    monkeypatch.setattr(fleet, "is_healthy", lambda instance: False)
+    with pytest.raises(NoInstance):
+        fleet.dispatch(order)
 
 
 async def test_without_a_better_instance_requests_stay_with_a_silent_one() -> None:
@@ -260,14 +245,10 @@ async def test_a_connection_over_which_nothing_comes_is_made_again() -> None:
         assert await a.hear() == Submit("r+1", (10,))
 
 
-async def test_a_front_end_that_stood_still_takes_nobody_for_silent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_front_end_that_stood_still_takes_nobody_for_silent() -> None:
     async with cluster(QUICK) as it:
         await running(it, 10)
-        threads = asyncio.get_running_loop()
-        await threads.run_in_executor(None, lambda: None)
-        __import__("time").sleep(1.0)  # the loop, and all that it should hear
+        time.sleep(1.0)  # noqa: ASYNC251 - the loop, and all that it should hear
         await asyncio.sleep(0.2)
         assert all(one.heard.empty() for one in it.llumlets)
 
@@ -275,37 +256,36 @@ async def test_a_front_end_that_stood_still_takes_nobody_for_silent(
 # -- migrations with a lost end
 
 
-async def test_a_moved_request_stays_when_its_old_instance_is_lost() -> None:
-    async with cluster() as it:
-        a, b = await it.submitted()
-        a.moves()
-        await it.router.migrate("r", b.instance)
-        await a.close()
-        await until(lambda: it.state(a) == "lost")
-        b.step(("r", 1, 0, [10]))
-        await it.front.until(lambda: it.front.tokens.get("r") == [10])
-        assert b.heard.empty()
+async def test_a_moved_request_stays_when_its_old_instance_is_lost(it: Cluster) -> None:
+    a, b = await it.submitted()
+    a.moves()
+    await it.router.migrate("r", b.instance)
+    await a.close()
+    await until(lambda: it.state(a) == "lost")
+    b.step(("r", 1, 0, [10]))
+    await it.front.until(lambda: it.front.tokens.get("r") == [10])
+    assert b.heard.empty()
 
 
-async def test_a_moved_request_runs_again_when_its_new_instance_is_lost() -> None:
-    async with cluster() as it:
-        a, b = await it.submitted()
-        a.moves()
-        await it.router.migrate("r", b.instance)
-        assert isinstance(await a.hear(), Migrate)
-        await b.close()
-        assert await a.hear() == AbortRequests(["r"])
-        assert await a.hear() == Submit("r+1")
+async def test_a_moved_request_runs_again_when_its_new_instance_is_lost(it: Cluster) -> None:
+    a, b = await it.submitted()
+    a.moves()
+    await it.router.migrate("r", b.instance)
+    await a.hear_one(Migrate)
+    await b.close()
+    assert await a.hear() == AbortRequests(["r"])
+    assert await a.hear() == Submit("r+1")
 
 
-async def test_it_runs_again_when_the_report_comes_after_the_destination_was_lost() -> None:
-    async with cluster() as it:
-        a, b = await it.submitted()
-        await b.close()
-        await until(lambda: it.state(b) == "lost")
-        a.send(Migrated(0, report("r", a.instance, b.instance)))
-        assert await a.hear() == AbortRequests(["r"])
-        assert await a.hear() == Submit("r+1")
+async def test_it_runs_again_when_the_report_comes_after_the_destination_was_lost(
+    it: Cluster,
+) -> None:
+    a, b = await it.submitted()
+    await b.close()
+    await until(lambda: it.state(b) == "lost")
+    a.send(Migrated(0, report("r", a.instance, b.instance)))
+    assert await a.hear() == AbortRequests(["r"])
+    assert await a.hear() == Submit("r+1")
 
 
 async def runs_again(instances: list[FakeLlumlet], *tokens: int) -> FakeLlumlet:
@@ -369,12 +349,11 @@ async def test_a_stream_that_goes_over_to_an_instance_lost_meanwhile_runs_again(
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11, 12, 13])
 
 
-async def test_a_request_that_nobody_runs_any_more_runs_again() -> None:
-    async with cluster() as it:
-        a, b = await running(it, 10)
-        # The source has asked us about its commit for long, and we didn't answer.
-        a.send(Migrated(0, report("r", a.instance, b.instance, "orphaned")))
-        await runs_again([a, b], 10)
+async def test_a_request_that_nobody_runs_any_more_runs_again(it: Cluster) -> None:
+    a, b = await running(it, 10)
+    # The source has asked us about its commit for long, and we didn't answer.
+    a.send(Migrated(0, report("r", a.instance, b.instance, "orphaned")))
+    await runs_again([a, b], 10)
 
 
 async def test_who_holds_a_lost_run_is_told_to_drop_it() -> None:
@@ -383,7 +362,7 @@ async def test_who_holds_a_lost_run_is_told_to_drop_it() -> None:
         await a.close()  # it has just handed the request on to c, which nobody knows
         await until(lambda: not (b.heard.empty() and c.heard.empty()))
         taker, stale = (b, c) if c.heard.empty() else (c, b)
-        await resubmitted(taker)
+        await taker.hear_one(Submit)
         stale.step(("r", 1, 1, [11]))
         assert await stale.hear() == Discard("r", 1)
         stale.send(Resolve("m", "r", 2, taker.instance))
@@ -434,7 +413,7 @@ async def test_a_request_whose_tokens_get_lost_again_and_again_is_failed(
         a, *_ = await running(it, 10)
         a.step(("r", 0, 3, [13]))
         await a.hear()
-        await resubmitted(a)
+        await a.hear_one(Submit)
         a.step(("r+1", 0, 3, [13]))
         await it.front.until(lambda: "r" in it.front.failed)
         assert it.front.failed["r"] == f"tokens 1 to 2 of {a.instance} were lost"
@@ -451,7 +430,7 @@ async def test_a_request_that_two_instances_died_of_is_failed() -> None:
                 a, *_ = await running(it, 10)
             else:
                 a = await it.addressed()
-                await resubmitted(a)
+                await a.hear_one(Submit)
             names.append(a.instance)
             await a.close()
             await it.router.remove_instance(a.instance, crashed=True)
@@ -470,7 +449,7 @@ async def test_instances_that_come_back_were_not_poisoned() -> None:
         for run in range(1, 5):
             a.silent = True
             b = await it.addressed(a)
-            assert (await resubmitted(b)).request_id == f"r+{run}"
+            assert (await b.hear_one(Submit)).request_id == f"r+{run}"
             a.silent = False
             await until(lambda a=a: it.state(a) == "serving")  # type: ignore[misc]
             await asyncio.sleep(0.2)
@@ -492,7 +471,7 @@ async def test_a_suspect_takes_no_third_instance_along_but_goes_on_in_the_end(
         await b.close()
         await until(lambda: it.state(b) == "lost")
         assert c.heard.empty()
-        assert (await resubmitted(c)).request_id == "r+2"
+        assert (await c.hear_one(Submit)).request_id == "r+2"
 
 
 async def test_a_request_that_two_instances_hung_of_is_failed_and_others_go_on(
@@ -504,7 +483,7 @@ async def test_a_request_that_two_instances_hung_of_is_failed_and_others_go_on(
         await clock.pass_hang()
         a.report(LOAD, "hung")
         b = await it.addressed(a)
-        assert (await resubmitted(b)).request_id == "r+1"
+        assert (await b.hear_one(Submit)).request_id == "r+1"
         dispatch_by(it.router, Pick(b.instance))
         await it.router.submit("beside", "cmpl-y-0", 20, 0, [b"payload"])
         assert await b.hear() == Submit("beside")
@@ -520,7 +499,7 @@ async def test_a_request_that_two_instances_hung_of_is_failed_and_others_go_on(
             "it isn't run again"
         )
         assert it.front.final == ["r"]
-        assert {(await resubmitted(c)).request_id for _ in range(2)} == {
+        assert {(await c.hear_one(Submit)).request_id for _ in range(2)} == {
             "beside+1", "came during it+1",
         }  # fmt: skip
         assert it.front.failed.keys() == {"r"}
@@ -535,7 +514,7 @@ async def test_an_instance_that_hung_and_is_ended_for_it_counts_once() -> None:
         await clock.pass_hang()
         a.report(LOAD, "hung")
         b = await it.addressed(a)
-        await resubmitted(b)
+        await b.hear_one(Submit)
         await a.close()
         await it.router.remove_instance(a.instance, crashed=True)
         b.step(("r+1", 0, 1, [11]))
@@ -549,7 +528,7 @@ async def test_a_request_that_hung_the_last_two_instances_ends_without_a_third()
         a, b = await running(it, 10)
         await clock.pass_hang()
         a.report(LOAD, "hung")
-        await resubmitted(b)
+        await b.hear_one(Submit)
         await clock.pass_hang()
         b.report(LOAD, "hung")
         await it.front.until(lambda: "r" in it.front.failed)
@@ -580,7 +559,7 @@ async def test_removed_instances_are_no_crashes() -> None:
         b = await it.addressed(a)
         await it.router.remove_instance(b.instance)
         (c,) = it.others(a, b)
-        assert (await resubmitted(c)).request_id == "r+2"
+        assert (await c.hear_one(Submit)).request_id == "r+2"
         assert [row.id for row in it.router.fleet.rows()] == [c.instance]
 
 
@@ -595,9 +574,7 @@ async def test_requests_wait_for_an_instance_in_the_order_of_dispatch() -> None:
         assert it.router.fleet.vacant()
         with pytest.raises(NoInstance):
             await it.router.submit("new", "n", 20, 0, [b""])
-        again = FakeLlumlet(a.instance)
-        it.llumlets.append(again)
-        await it.router.add_instance(again.instance, again.endpoint)
+        again = await it.come_back(a)
         assert [await again.hear(), await again.hear()] == [
             Submit("urgent+1"), Submit("r+1", (10,)),
         ]  # fmt: skip
@@ -621,9 +598,7 @@ async def test_a_request_that_can_not_be_sent_again_ends_and_those_behind_it_run
             return dispatch(order)
 
         monkeypatch.setattr(it.router.fleet, "dispatch", broken)
-        again = FakeLlumlet(a.instance)
-        it.llumlets.append(again)
-        await it.router.add_instance(again.instance, again.endpoint)
+        again = await it.come_back(a)
         assert await again.hear() == Submit("behind+1")
         assert it.front.failed["r"].endswith("and it could not be run again")
         assert it.front.final == ["r"]
@@ -663,9 +638,7 @@ async def test_one_that_is_not_wanted_any_more_does_not_wait() -> None:
         a, *_ = await running(it, 10)
         await it.router.remove_instance(a.instance, crashed=True)
         await it.router.abort(["r"])
-        again = FakeLlumlet(a.instance)
-        it.llumlets.append(again)
-        await it.router.add_instance(again.instance, again.endpoint)
+        again = await it.come_back(a)
         await asyncio.sleep(0.5)
         assert again.heard.empty()
 

@@ -20,10 +20,7 @@ HTML = {"accept": "text/html"}
 
 @pytest.fixture
 async def browser() -> AsyncIterator[httpx.AsyncClient]:
-    async with (
-        stubbed_front(HttpConfig(), admin_key=KEY) as front,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", headers=HTML) as http,
-    ):
+    async with stubbed_front(HttpConfig(), admin_key=KEY) as front, front.client(HTML) as http:
         yield http
 
 
@@ -38,11 +35,8 @@ async def token_of(http: httpx.AsyncClient) -> str:
 
 
 async def test_without_an_admin_key_there_is_no_page() -> None:
-    async with (
-        stubbed_front(HttpConfig()) as front,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}") as http,
-    ):
-        assert (await http.get("/ui/", headers=HTML)).status_code == 404
+    async with stubbed_front(HttpConfig()) as front, front.client(HTML) as http:
+        assert (await http.get("/ui/")).status_code == 404
 
 
 async def test_only_the_admin_key_opens_the_page(browser: httpx.AsyncClient) -> None:
@@ -57,10 +51,7 @@ async def test_only_the_admin_key_opens_the_page(browser: httpx.AsyncClient) -> 
 
 async def test_a_long_admin_key_opens_the_page() -> None:
     key = "k" * 1000
-    async with (
-        stubbed_front(HttpConfig(), admin_key=key) as front,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", headers=HTML) as http,
-    ):
+    async with stubbed_front(HttpConfig(), admin_key=key) as front, front.client(HTML) as http:
         assert (await log_in(http, key[:-1])).status_code == 401
         assert (await log_in(http, key)).status_code == 303
 
@@ -71,10 +62,7 @@ async def test_a_visitors_form_is_small(browser: httpx.AsyncClient) -> None:
 
 
 async def test_an_admin_logs_in_while_there_is_no_instance() -> None:
-    async with (
-        stubbed_front(HttpConfig(), admin_key=KEY) as front,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", headers=HTML) as http,
-    ):
+    async with stubbed_front(HttpConfig(), admin_key=KEY) as front, front.client(HTML) as http:
         await front.router.fleet.remove("i0")
         assert (await http.post("/v1/completions", json={})).status_code == 503
         assert (await log_in(http)).status_code == 303
@@ -138,7 +126,7 @@ async def test_the_playground_asks_the_model_with_a_session_and_its_token_only(
 async def test_an_answer_of_the_playground_says_who_writes_it() -> None:
     async with (
         stubbed_front(HttpConfig(), admin_key=KEY, api_keys=["the-apis"]) as front,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", headers=HTML) as http,
+        front.client(HTML) as http,
     ):
         await log_in(http)
         front.metronome.set(1000.0)

@@ -32,6 +32,12 @@ class Tokens:
     finished: bool = False
 
 
+@pytest.fixture
+def splicer() -> StreamSplicer:
+    """Of a stream that instance a begins."""
+    return StreamSplicer("a")
+
+
 def item(start: int, count: int, last: bool = False) -> Tokens:
     return Tokens("r", range(start, start + count), last)
 
@@ -47,8 +53,7 @@ def tokens(delivered: Sequence[tuple[str, OutputItem]]) -> list[int]:
     return [token for _, piece in delivered for token in piece.new_token_ids]
 
 
-def test_what_comes_next_advances_and_anything_else_does_not() -> None:
-    splicer = StreamSplicer("a")
+def test_what_comes_next_advances_and_anything_else_does_not(splicer: StreamSplicer) -> None:
     assert splicer.advance(0, 0, 2, now=1.0)
     assert not splicer.advance(0, 3, 1, now=1.0)
     assert not splicer.advance(0, 1, 1, now=1.0)
@@ -56,8 +61,9 @@ def test_what_comes_next_advances_and_anything_else_does_not() -> None:
     assert splicer.next == 2
 
 
-def test_the_new_owner_waits_for_the_old_ones_tokens_and_then_takes_over() -> None:
-    splicer = StreamSplicer("a")
+def test_the_new_owner_waits_for_the_old_ones_tokens_and_then_takes_over(
+    splicer: StreamSplicer,
+) -> None:
     splicer.advance(0, 0, 3, now=1.0)
     assert feed(splicer, "b", 1, 4, now=2.0) == SplicedItems([], [])
     fed = feed(splicer, "a", 0, 3, now=2.5)
@@ -68,8 +74,9 @@ def test_the_new_owner_waits_for_the_old_ones_tokens_and_then_takes_over() -> No
     assert splicer.advance(1, 5, 1, now=3.0)
 
 
-def test_the_gap_is_the_time_from_the_last_old_token_to_the_first_new_one() -> None:
-    splicer = StreamSplicer("a")
+def test_the_gap_is_the_time_from_the_last_old_token_to_the_first_new_one(
+    splicer: StreamSplicer,
+) -> None:
     splicer.advance(0, 0, 3, now=1.0)
     fed = feed(splicer, "b", 1, 3, now=1.25)
     assert fed.actions == [OwnerSwitched("a", "b", 1, 0.25)]
@@ -79,8 +86,7 @@ def test_a_request_moved_before_its_first_token_has_no_gap() -> None:
     assert feed(StreamSplicer("a"), "b", 1, 0).actions == [OwnerSwitched("a", "b", 1, None)]
 
 
-def test_a_stale_owner_is_told_once_and_never_heard() -> None:
-    splicer = StreamSplicer("a")
+def test_a_stale_owner_is_told_once_and_never_heard(splicer: StreamSplicer) -> None:
     feed(splicer, "b", 1, 0)
     for position in (1, 2):  # until it could be told
         assert feed(splicer, "a", 0, position) == SplicedItems([], [StaleCopy("a", 0)])
@@ -89,29 +95,25 @@ def test_a_stale_owner_is_told_once_and_never_heard() -> None:
     assert splicer.next == 1
 
 
-def test_a_stale_owner_that_is_at_its_end_needs_no_telling() -> None:
-    splicer = StreamSplicer("a")
+def test_a_stale_owner_that_is_at_its_end_needs_no_telling(splicer: StreamSplicer) -> None:
     feed(splicer, "b", 1, 0)
     assert feed(splicer, "a", 0, 1, last=True) == SplicedItems([], [])
 
 
-def test_a_fenced_epoch_is_never_heard_though_it_is_higher() -> None:
-    splicer = StreamSplicer("a")
+def test_a_fenced_epoch_is_never_heard_though_it_is_higher(splicer: StreamSplicer) -> None:
     assert splicer.fence(1)
     assert feed(splicer, "b", 1, 0) == SplicedItems([], [StaleCopy("b", 1)])
     assert splicer.advance(0, 0, 1, now=0.0)
     assert tokens(feed(splicer, "b", 1 + LEAP, 1).deliver) == [1]
 
 
-def test_where_a_fenced_epoch_may_have_gone_on_to_is_fenced_too() -> None:
-    splicer = StreamSplicer("a")
+def test_where_a_fenced_epoch_may_have_gone_on_to_is_fenced_too(splicer: StreamSplicer) -> None:
     assert splicer.fence(1)
     assert feed(splicer, "c", 2, 0) == SplicedItems([], [StaleCopy("c", 2)])
 
 
 @pytest.mark.parametrize("how", ["switched", "held", "granted"])
-def test_an_epoch_that_runs_the_request_cannot_be_fenced(how: str) -> None:
-    splicer = StreamSplicer("a")
+def test_an_epoch_that_runs_the_request_cannot_be_fenced(splicer: StreamSplicer, how: str) -> None:
     if how == "granted":
         splicer.grant(1)
     else:
@@ -121,8 +123,7 @@ def test_an_epoch_that_runs_the_request_cannot_be_fenced(how: str) -> None:
     assert not splicer.fenced(1)
 
 
-def test_a_duplicate_is_dropped() -> None:
-    splicer = StreamSplicer("a")
+def test_a_duplicate_is_dropped(splicer: StreamSplicer) -> None:
     splicer.advance(0, 0, 3, now=0.0)
     assert feed(splicer, "a", 0, 1, 2) == SplicedItems([], [])
     assert feed(splicer, "b", 1, 2, 1) == SplicedItems([], [])
@@ -133,8 +134,9 @@ def test_a_duplicate_is_dropped() -> None:
     ("start", "count", "words"),
     [(4, 1, "tokens 3 to 3 of a were lost"), (2, 2, "outputs of a overlap at token 3")],
 )
-def test_what_cannot_be_spliced_breaks_the_stream(start: int, count: int, words: str) -> None:
-    splicer = StreamSplicer("a")
+def test_what_cannot_be_spliced_breaks_the_stream(
+    splicer: StreamSplicer, start: int, count: int, words: str
+) -> None:
     splicer.advance(0, 0, 3, now=0.0)
     assert feed(splicer, "a", 0, start, count) == SplicedItems([], [StreamGap(words)])
     assert splicer.closed
@@ -149,16 +151,14 @@ def test_held_outputs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert feed(splicer, "b", 1, 3).actions == [StreamGap("2 outputs wait for token 0 of a")]
 
 
-def test_it_knows_since_when_it_waits() -> None:
-    splicer = StreamSplicer("a")
+def test_it_knows_since_when_it_waits(splicer: StreamSplicer) -> None:
     assert not splicer.waits_since(100.0)
     feed(splicer, "b", 1, 1, now=5.0)
     assert not splicer.waits_since(5.0)
     assert splicer.waits_since(5.5)
 
 
-def test_a_finish_closes_and_whoever_still_runs_it_is_told() -> None:
-    splicer = StreamSplicer("a")
+def test_a_finish_closes_and_whoever_still_runs_it_is_told(splicer: StreamSplicer) -> None:
     feed(splicer, "b", 1, 7)
     fed = feed(splicer, "a", 0, 0, last=True)
     assert (tokens(fed.deliver), fed.actions) == ([0], [StaleCopy("b", 1)])
@@ -166,8 +166,7 @@ def test_a_finish_closes_and_whoever_still_runs_it_is_told() -> None:
     assert not splicer.advance(0, 1, 1, now=0.0)
 
 
-def test_a_finish_without_tokens_comes_after_all_tokens() -> None:
-    splicer = StreamSplicer("a")
+def test_a_finish_without_tokens_comes_after_all_tokens(splicer: StreamSplicer) -> None:
     feed(splicer, "b", 1, 1, 0, last=True)
     fed = feed(splicer, "a", 0, 0)
     assert [owner for owner, _ in fed.deliver] == ["a", "b"]
@@ -240,8 +239,9 @@ def test_outputs_that_come_twice_are_delivered_once(
     assert tokens(delivered) == list(range(total))
 
 
-def test_a_new_run_starts_where_the_stream_is_and_remembers_nothing_of_the_one_before() -> None:
-    splicer = StreamSplicer("a")
+def test_a_new_run_starts_where_the_stream_is_and_remembers_nothing_of_the_one_before(
+    splicer: StreamSplicer,
+) -> None:
     splicer.advance(0, 0, 3, now=1.0)
     splicer.fence(1)
     splicer.grant(2)

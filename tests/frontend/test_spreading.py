@@ -17,7 +17,7 @@ from kvmig.core.errors import Failure
 from kvmig.frontend.ports import OutputItem, RouterObserver
 from kvmig.frontend.requests import RequestTable
 from kvmig.frontend.streams import GIVE_UP_S, RequestStreams
-from tests.support.fake_llumlet import Cluster, FakeLlumlet, Tokens, cluster, decode, report
+from tests.support.fake_llumlet import Cluster, FakeLlumlet, Tokens, decode, report
 from tests.support.inside import spread_pauses, streams_of
 from tests.support.skipped_time import Skip, skipped_time
 
@@ -74,7 +74,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene() -> AsyncIterator[Scene]:
+async def set_scene() -> AsyncIterator[Scene]:
     with skipped_time() as skip:
         client = Client()
         streams = RequestStreams(
@@ -91,72 +91,75 @@ async def scene() -> AsyncIterator[Scene]:
             streams.close()
 
 
-async def test_each_token_is_held_a_little_longer_than_the_one_before_up_to_the_pause() -> None:
-    async with scene() as it:
-        it.streams.spread("r", SOURCE, pause_s=5.0, stretch_s=0.4)
-        for number, held_s in enumerate((0.4, 0.8, 1.0, 1.0)):  # 1 s is the most
-            it.step(number)
-            await it.passes(held_s - 0.05)
-            assert number not in it.came
-            await it.passes(0.06)
-            assert it.came[-1] == number
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    async with set_scene() as made:
+        yield made
 
 
-async def test_tokens_of_other_requests_and_statistics_go_on_at_once() -> None:
-    async with scene() as it:
-        it.streams.spread("r", SOURCE, 5.0, 0.4)
-        items = [Tokens("r", [1]), Tokens("other", [2])]
-        it.deliver(SOURCE, items, "statistics")
-        assert it.client.came == {"other": [2]}
-        assert it.client.metas == ["statistics"]
+async def test_each_token_is_held_a_little_longer_than_the_one_before_up_to_the_pause(
+    scene: Scene,
+) -> None:
+    scene.streams.spread("r", SOURCE, pause_s=5.0, stretch_s=0.4)
+    for number, held_s in enumerate((0.4, 0.8, 1.0, 1.0)):  # 1 s is the most
+        scene.step(number)
+        await scene.passes(held_s - 0.05)
+        assert number not in scene.came
+        await scene.passes(0.06)
+        assert scene.came[-1] == number
 
 
-async def test_the_new_owners_first_token_is_not_held_and_comes_after_what_was() -> None:
-    async with scene() as it:
-        it.streams.spread("r", SOURCE, 5.0, 0.4)
-        it.step(1)
-        it.step(2)
-        it.step(3, index=DESTINATION)
-        it.step(4, index=DESTINATION)
-        assert it.came == [1, 2, 3, 4]
-        assert spread_pauses(it.streams) == 0
+async def test_tokens_of_other_requests_and_statistics_go_on_at_once(scene: Scene) -> None:
+    scene.streams.spread("r", SOURCE, 5.0, 0.4)
+    items = [Tokens("r", [1]), Tokens("other", [2])]
+    scene.deliver(SOURCE, items, "statistics")
+    assert scene.client.came == {"other": [2]}
+    assert scene.client.metas == ["statistics"]
 
 
-async def test_a_request_that_ends_before_its_pause_is_not_held() -> None:
-    async with scene() as it:
-        it.streams.spread("r", SOURCE, 5.0, 0.4)
-        it.step(1)
-        it.deliver(SOURCE, [Tokens("r", [2], finished=True)], None)
-        assert it.came == [1, 2]
-        assert spread_pauses(it.streams) == 0
+async def test_the_new_owners_first_token_is_not_held_and_comes_after_what_was(
+    scene: Scene,
+) -> None:
+    scene.streams.spread("r", SOURCE, 5.0, 0.4)
+    scene.step(1)
+    scene.step(2)
+    scene.step(3, index=DESTINATION)
+    scene.step(4, index=DESTINATION)
+    assert scene.came == [1, 2, 3, 4]
+    assert spread_pauses(scene.streams) == 0
 
 
-async def test_a_request_that_fails_gets_what_was_held_first() -> None:
-    async with scene() as it:
-        it.streams.spread("r", SOURCE, 5.0, 0.4)
-        it.step(1)
-        it.streams.fail(["r"], "its instance is lost", "retry")
-        assert it.came == [1]
-        assert it.client.failed == ["r"]
+async def test_a_request_that_ends_before_its_pause_is_not_held(scene: Scene) -> None:
+    scene.streams.spread("r", SOURCE, 5.0, 0.4)
+    scene.step(1)
+    scene.deliver(SOURCE, [Tokens("r", [2], finished=True)], None)
+    assert scene.came == [1, 2]
+    assert spread_pauses(scene.streams) == 0
 
 
-async def test_a_pause_that_never_comes_is_given_up() -> None:
-    async with scene() as it:
-        it.streams.spread("r", SOURCE, 5.0, 0.4)
-        it.step(1)
-        await it.passes(GIVE_UP_S + 0.1)
-        assert spread_pauses(it.streams) == 0
-        it.step(2)
-        assert it.came == [1, 2]
+async def test_a_request_that_fails_gets_what_was_held_first(scene: Scene) -> None:
+    scene.streams.spread("r", SOURCE, 5.0, 0.4)
+    scene.step(1)
+    scene.streams.fail(["r"], "its instance is lost", "retry")
+    assert scene.came == [1]
+    assert scene.client.failed == ["r"]
 
 
-async def test_nothing_is_delivered_after_the_close() -> None:
-    async with scene() as it:
-        it.streams.spread("r", SOURCE, 5.0, 0.4)
-        it.step(1)
-        it.streams.close()
-        await it.passes(20.0)
-        assert it.came == []
+async def test_a_pause_that_never_comes_is_given_up(scene: Scene) -> None:
+    scene.streams.spread("r", SOURCE, 5.0, 0.4)
+    scene.step(1)
+    await scene.passes(GIVE_UP_S + 0.1)
+    assert spread_pauses(scene.streams) == 0
+    scene.step(2)
+    assert scene.came == [1, 2]
+
+
+async def test_nothing_is_delivered_after_the_close(scene: Scene) -> None:
+    scene.streams.spread("r", SOURCE, 5.0, 0.4)
+    scene.step(1)
+    scene.streams.close()
+    await scene.passes(20.0)
+    assert scene.came == []
 
 
 STEP, BEGIN, END, MOVE, WAIT = "step", "begin", "end", "move", "wait"
@@ -167,7 +170,7 @@ def test_whatever_it_is_told_all_tokens_come_once_and_in_order(
     events: list[tuple[str, float]],
 ) -> None:
     async def run() -> tuple[list[int], int]:
-        async with scene() as it:
+        async with set_scene() as it:
             given_out, index = 0, SOURCE
             for event, number in events:
                 if event == STEP:
@@ -205,41 +208,39 @@ async def foretold(it: Cluster, llumlet: FakeLlumlet) -> None:
     assert tokens(it) == []
 
 
-async def test_a_stream_whose_pause_is_foretold_is_held_until_its_new_owner_goes_on() -> None:
-    async with cluster() as it:
-        llumlet = await it.submit()
-        other = next(one for one in it.llumlets if one is not llumlet)
-        await foretold(it, llumlet)
-        other.step(("r", 1, 1, [8]))
-        await it.front.until(lambda: tokens(it) == [7, 8])
+async def test_a_stream_whose_pause_is_foretold_is_held_until_its_new_owner_goes_on(
+    it: Cluster,
+) -> None:
+    llumlet = await it.submit()
+    other = it.others(llumlet)[0]
+    await foretold(it, llumlet)
+    other.step(("r", 1, 1, [8]))
+    await it.front.until(lambda: tokens(it) == [7, 8])
 
 
-async def test_a_migration_that_is_aborted_holds_nothing_any_more() -> None:
-    async with cluster() as it:
-        llumlet = await it.submit()
-        await foretold(it, llumlet)
-        llumlet.send(Migrated(0, report("r", llumlet.instance, "x", "no_blocks")))
-        await it.front.until(lambda: tokens(it) == [7])
+async def test_a_migration_that_is_aborted_holds_nothing_any_more(it: Cluster) -> None:
+    llumlet = await it.submit()
+    await foretold(it, llumlet)
+    llumlet.send(Migrated(0, report("r", llumlet.instance, "x", "no_blocks")))
+    await it.front.until(lambda: tokens(it) == [7])
 
 
-async def test_a_client_that_leaves_leaves_nothing_held() -> None:
-    async with cluster() as it:
-        llumlet = await it.submit()
-        await foretold(it, llumlet)
-        await it.router.abort(["r"])
-        assert spread_pauses(streams_of(it.router)) == 0
+async def test_a_client_that_leaves_leaves_nothing_held(it: Cluster) -> None:
+    llumlet = await it.submit()
+    await foretold(it, llumlet)
+    await it.router.abort(["r"])
+    assert spread_pauses(streams_of(it.router)) == 0
 
 
 @pytest.mark.parametrize("told_by", ["another instance", "its own of another request"])
-async def test_a_pause_of_a_request_that_is_not_there_is_ignored(told_by: str) -> None:
-    async with cluster() as it:
-        llumlet = await it.submit()
-        other = next(one for one in it.llumlets if one is not llumlet)
-        if told_by == "another instance":
-            other.send(PauseAhead("r", 1000.0, 1000.0))
-            other.step(("nobody's", 0, 0, []))
-            await it.front.until(lambda: bool(it.front.metas))
-        else:
-            llumlet.send(PauseAhead("s", 1000.0, 1000.0))
-        llumlet.step(("r", 0, 0, [7]))
-        await it.front.until(lambda: tokens(it) == [7])
+async def test_a_pause_of_a_request_that_is_not_there_is_ignored(it: Cluster, told_by: str) -> None:
+    llumlet = await it.submit()
+    other = it.others(llumlet)[0]
+    if told_by == "another instance":
+        other.send(PauseAhead("r", 1000.0, 1000.0))
+        other.step(("nobody's", 0, 0, []))
+        await it.front.until(lambda: bool(it.front.metas))
+    else:
+        llumlet.send(PauseAhead("s", 1000.0, 1000.0))
+    llumlet.step(("r", 0, 0, [7]))
+    await it.front.until(lambda: tokens(it) == [7])

@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.asgi.call import HttpCall, current_call
+from kvmig.asgi.call import HttpCall
 from kvmig.frontend.stored_entries import OBJECT_BYTES, StoredEntries, rough_size
-
-
-@contextmanager
-def call_of(user: str) -> Iterator[None]:
-    token = current_call.set(HttpCall(tenant=user))
-    try:
-        yield
-    finally:
-        current_call.reset(token)
+from tests.support.http_calls import in_call
 
 
 def test_the_oldest_of_the_user_with_most_give_way() -> None:
     kept = StoredEntries[str](len, most=10)
-    with call_of("anna"):
+    with in_call(HttpCall(tenant="anna")):
         kept["first"] = "aaaa"
-    with call_of("bea"):
+    with in_call(HttpCall(tenant="bea")):
         kept["first"], kept["second"] = "bbb", "bbb"
         kept["third"] = "bb"
         assert sorted(kept) == ["second", "third"]
-    with call_of("anna"):
+    with in_call(HttpCall(tenant="anna")):
         assert kept["first"] == "aaaa"
 
 
 def test_one_that_is_too_large_alone_is_not_kept_and_costs_nobody_else() -> None:
     kept = StoredEntries[str](len, most=10)
-    with call_of("anna"):
+    with in_call(HttpCall(tenant="anna")):
         kept["small"] = "a"
-    with call_of("bea"):
+    with in_call(HttpCall(tenant="bea")):
         kept["large"] = "b" * 11
         assert list(kept) == []
-    with call_of("anna"):
+    with in_call(HttpCall(tenant="anna")):
         assert list(kept) == ["small"]
 
 
@@ -71,7 +61,7 @@ def test_all_entries_are_within_the_bound_whatever_is_written_and_deleted(
 ) -> None:
     kept = StoredEntries[str](len, most=20)
     for user, key, written, size in steps:
-        with call_of(user):
+        with in_call(HttpCall(tenant=user)):
             if written:
                 kept[key] = "x" * size
                 assert kept[key] == "x" * size
@@ -79,7 +69,7 @@ def test_all_entries_are_within_the_bound_whatever_is_written_and_deleted(
                 kept.pop(key, None)
         total = 0
         for one in "ab":
-            with call_of(one):
+            with in_call(HttpCall(tenant=one)):
                 total += sum(map(len, kept.values()))
         assert total <= 20
 

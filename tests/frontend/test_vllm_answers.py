@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
+from kvmig.core.background import cancel_tasks
 from kvmig.engines.vllm import late_logprobs
 from kvmig.engines.vllm.outputs import failure
 from kvmig.frontend.openai import body_threads
@@ -290,8 +291,7 @@ async def test_a_maker_that_waits_for_a_result_ends_once_its_client_leaves() -> 
     assert await anext(chunks) == 1
     waiting = asyncio.ensure_future(anext(chunks))
     await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
+    await cancel_tasks(waiting)
     assert ended == ["results", "maker"]
 
 
@@ -317,8 +317,7 @@ async def test_a_maker_whose_client_leaves_while_it_makes_a_chunk_ends_after_tha
     chunks = answer_chunks.made_chunks(make, one_and_no_more(ended), lambda _: many)
     waiting = asyncio.ensure_future(anext(chunks))
     await asyncio.to_thread(begun.wait, 60)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
+    await cancel_tasks(waiting)
     assert ended == ["results"]
     going_on.set()
     await until(lambda: ended == ["results", "maker"])

@@ -21,12 +21,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media.connector import MediaConnector
 
 from bench.hostile_bodies import png
-from kvmig.asgi.call import HttpCall, current_call
+from kvmig.asgi.call import HttpCall
 from kvmig.engines.vllm import flags
 from kvmig.frontend.media_room import PLACES, MediaRoom
 from kvmig.frontend.openai.media_fetch import NOT_FETCHED
 from kvmig.frontend.openai.vllm.media import FILE_NOT_READ
 from tests.support.environment import environment
+from tests.support.http_calls import in_call
 from tests.support.inside import media_loading
 from tests.support.media_files import IMAGES, OTHERS
 from tests.support.tiny_blip2 import make
@@ -166,13 +167,10 @@ async def test_images_of_one_call_count_together_in_all_its_conversations(app: F
 
 @pytest.mark.usefixtures("app")
 async def test_images_of_one_prompt_count_together() -> None:
-    url, call = data_url(IMAGES["PNG"]((2000, 1500))), HttpCall()
-    token = current_call.set(call)
-    try:
+    url = data_url(IMAGES["PNG"]((2000, 1500)))
+    with in_call(HttpCall()) as call:
         loads = [MediaConnector().fetch_image_async(url) for _ in range(6)]
         found = await asyncio.gather(*loads, return_exceptions=True)
-    finally:
-        current_call.reset(token)
     refused = [one for one in found if isinstance(one, VLLMValidationError)]
     assert [one in refused for one in found] == [False] * 4 + [True] * 2
     assert refused[0].parameter == "image_url"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvmig.asgi.call import HttpCall, current_call
+from kvmig.asgi.call import HttpCall
 from kvmig.frontend.openai.vllm.recordings import count_recordings
+from tests.support.http_calls import in_call
 
 
 class Speech:
@@ -20,10 +21,9 @@ async def test_what_is_decoded_counts_for_its_call_and_each_recording_is_rounded
     speech, calls = Speech(), [HttpCall("a"), HttpCall("b")]
     count_recordings(speech)
     for call, duration_s in ((calls[0], 7.3), (calls[1], 60.0), (calls[1], 0.1)):
-        token = current_call.set(call)
         request = SimpleNamespace(duration_s=duration_s)
-        said = await speech._preprocess_speech_to_text(request=request)
-        current_call.reset(token)
+        with in_call(call):
+            said = await speech._preprocess_speech_to_text(request=request)
         assert said == (["prompt"], duration_s, [0.0])
     assert [one.seconds for one in calls] == [8, 61]
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ from kvmig.controlplane.messages import (
     OutputSpan,
     Welcome,
 )
+from kvmig.core.background import cancel_tasks
 from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import Failure
@@ -35,6 +37,9 @@ from tests.support.waiting import PATIENCE_S, until
 
 SECRET = b"a secret of the cluster"
 LOAD = EngineLoad(100, 10, 1, 0, 0, 0)
+
+
+Kind = TypeVar("Kind", bound=RpcMessage)
 
 
 class Tokens(msgspec.Struct):
@@ -170,11 +175,15 @@ class FakeLlumlet:
         async with asyncio.timeout(PATIENCE_S):
             return await self.heard.get()
 
+    async def hear_one(self, kind: type[Kind]) -> Kind:
+        """The next message, which is of this kind."""
+        message = await self.hear()
+        assert isinstance(message, kind)
+        return message
+
     async def close(self) -> None:
         """As if the process had died."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_tasks(*self._tasks)
         self.server.close()
 
 
@@ -244,6 +253,13 @@ class Cluster:
         """Submit a request; the llumlet that got it, then the others."""
         llumlet = await self.submit(request_id, external_id)
         return [llumlet, *self.others(llumlet)]
+
+    async def come_back(self, llumlet: FakeLlumlet) -> FakeLlumlet:
+        """The instance has a new process, which is added."""
+        again = FakeLlumlet(llumlet.instance, llumlet.weights)
+        self.llumlets.append(again)
+        await self.router.add_instance(again.instance, again.endpoint)
+        return again
 
     async def addressed(self, *these: FakeLlumlet) -> FakeLlumlet:
         """The first other than these that has something to hear."""

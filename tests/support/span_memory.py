@@ -30,6 +30,11 @@ class SpanMemory:
         """Those of this name."""
         return [one for one in self.spans if one.name == name]
 
+    def attributes_of(self, name: str) -> dict[str, object]:
+        """Of the only span of this name."""
+        (span,) = self.named(name)
+        return dict(span.attributes or {})
+
     def tree(self, parent: ReadableSpan | None = None) -> list[object]:
         """Names of spans, each with those under it, in the order in which they began. parent:
         None: of what has none here."""

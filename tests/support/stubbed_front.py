@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import httpx
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 SECRET = b"s" * 32
 SEND_BUFFER = 1 << 14
+TIMEOUT_S = 60.0
 TOKENS = 1 << 20
 """Of a request at most."""
 
@@ -56,6 +58,10 @@ class Stubbed:
     def counted(self, name: str, **labels: str) -> float:
         """A metric's value."""
         return self.registry.get_sample_value(name, labels) or 0.0
+
+    def client(self, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
+        base = f"http://127.0.0.1:{self.port}"
+        return httpx.AsyncClient(base_url=base, headers=headers, timeout=TIMEOUT_S)
 
     async def call(
         self, max_tokens: int, receive_bytes: int = 0, **fields: Any
