@@ -64,8 +64,10 @@ async def server(folder: Path, answer: Answer = says_ok) -> AsyncIterator[Deploy
         await one.close()
 
 
-async def test_who_has_no_session_is_sent_to_the_log_in_by_the_door_itself(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, server(tmp_path) as api, browser(door) as (client, _):
+async def test_who_has_no_session_is_sent_to_the_log_in_by_the_door_itself(
+    door: Site, tmp_path: Path
+) -> None:
+    async with server(tmp_path) as api, browser(door) as (client, _):
         answer = await client.get("/ui/models?state=ready")
         assert answer.status_code == 303
         assert answer.headers["location"] == "/ui/login?next=%2Fui%2Fmodels%3Fstate%3Dready"
@@ -74,8 +76,10 @@ async def test_who_has_no_session_is_sent_to_the_log_in_by_the_door_itself(tmp_p
         assert not api.got
 
 
-async def test_only_the_log_in_and_what_it_looks_like_need_no_session(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, server(tmp_path) as api, browser(door) as (client, _):
+async def test_only_the_log_in_and_what_it_looks_like_need_no_session(
+    door: Site, tmp_path: Path
+) -> None:
+    async with server(tmp_path) as api, browser(door) as (client, _):
         for path in ("/ui/login", "/ui/static/page.css"):
             assert (await client.get(path)).status_code == 200
         assert (await client.post("/ui/login", data={"key": "x"})).status_code == 200
@@ -88,14 +92,10 @@ async def test_only_the_log_in_and_what_it_looks_like_need_no_session(tmp_path: 
 
 
 async def test_a_session_s_call_goes_to_the_server_with_its_cookie_and_address(
-    tmp_path: Path,
+    door: Site, tmp_path: Path
 ) -> None:
-    _, grant = key()
-    async with (
-        site(tmp_path, grant) as door,
-        server(tmp_path) as api,
-        browser(door, grant) as (client, session),
-    ):
+    _, grant = door.add_key()
+    async with server(tmp_path) as api, browser(door, grant) as (client, session):
         assert session is not None
         claims = {"x-forwarded-for": "1.2.3.4", "x-kvmig-account": "other"}
         assert (await client.get("/ui/keys", headers=claims)).status_code == 200
@@ -106,11 +106,10 @@ async def test_a_session_s_call_goes_to_the_server_with_its_cookie_and_address(
 
 
 async def test_a_chat_of_the_page_has_the_rights_and_limits_of_the_session_s_key(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
-    _, grant = key(models=("count",), rpm=1)
+    _, grant = door.add_key(models=("count",), rpm=1)
     async with (
-        site(tmp_path, grant) as door,
         door.deployment() as count,
         door.deployment(name="secret"),
         browser(door, grant) as (client, session),
@@ -140,13 +139,9 @@ async def test_a_chat_of_the_page_has_the_rights_and_limits_of_the_session_s_key
         {CSRF_HEADER: "mine", "sec-fetch-site": "same-site"},
     ],
 )
-async def test_no_other_page_writes_with_a_session(tmp_path: Path, headers: dict[str, str]) -> None:
-    _, grant = key()
-    async with (
-        site(tmp_path, grant) as door,
-        door.deployment() as count,
-        browser(door, grant) as (client, session),
-    ):
+async def test_no_other_page_writes_with_a_session(door: Site, headers: dict[str, str]) -> None:
+    _, grant = door.add_key()
+    async with door.deployment() as count, browser(door, grant) as (client, session):
         assert session is not None
         own = {
             name: COOKIES.token(session) if value == "mine" else value
@@ -174,19 +169,15 @@ async def test_a_write_of_another_origin_never_reaches_the_server(tmp_path: Path
         assert not api.got
 
 
-async def test_who_writes_an_answer_is_shown_to_the_page_only(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.deployment() as count:
+async def test_who_writes_an_answer_is_shown_to_the_page_only(door: Site) -> None:
+    async with door.deployment() as count:
         assert (await door.ask(headers={WRITERS: "1"})).status_code == 200
         assert WRITERS not in count.got[0].headers
 
 
-async def test_a_revoked_key_ends_its_streams_and_its_session(tmp_path: Path) -> None:
-    _, grant = key()
-    async with (
-        site(tmp_path, grant) as door,
-        door.deployment(streams) as count,
-        browser(door, grant) as (client, session),
-    ):
+async def test_a_revoked_key_ends_its_streams_and_its_session(door: Site) -> None:
+    _, grant = door.add_key()
+    async with door.deployment(streams) as count, browser(door, grant) as (client, session):
         body = {"model": "count", "stream": True}
         headers = writing(session)
         async with client.stream("POST", CHAT, json=body, headers=headers) as answer:
@@ -199,14 +190,12 @@ async def test_a_revoked_key_ends_its_streams_and_its_session(tmp_path: Path) ->
         assert (await client.get("/ui/v1/models", headers={"accept": "*/*"})).status_code == 401
 
 
-async def test_a_form_of_the_page_is_smaller_than_an_order_to_the_api(tmp_path: Path) -> None:
-    shown, ann = key(scopes=("infer", "read", "admin"))
+async def test_a_form_of_the_page_is_smaller_than_an_order_to_the_api(
+    door: Site, tmp_path: Path
+) -> None:
+    shown, ann = door.add_key(scopes=("infer", "read", "admin"))
     body = b"x" * (FORM_BYTES + 1)
-    async with (
-        site(tmp_path, ann) as door,
-        server(tmp_path) as api,
-        browser(door, ann) as (client, _),
-    ):
+    async with server(tmp_path) as api, browser(door, ann) as (client, _):
         assert (await client.post("/ui/models", content=body)).status_code == 413
         assert not api.got
         headers = {"authorization": f"Bearer {shown}"}
@@ -214,8 +203,10 @@ async def test_a_form_of_the_page_is_smaller_than_an_order_to_the_api(tmp_path: 
         assert answer.status_code == 200
 
 
-async def test_an_address_without_a_session_has_the_server_asked_seldom(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, server(tmp_path) as api, browser(door) as (client, _):
+async def test_an_address_without_a_session_has_the_server_asked_seldom(
+    door: Site, tmp_path: Path
+) -> None:
+    async with server(tmp_path) as api, browser(door) as (client, _):
         answers = [await client.post("/ui/login", data={"key": "kv-x"}) for _ in range(14)]
         codes = [one.status_code for one in answers]
         assert codes[0] == 200
@@ -255,15 +246,13 @@ def test_the_pages_address_without_its_last_slash_leads_there_by_the_same_scheme
         assert found == LoginRedirect("/ui/")
 
 
-async def test_a_path_that_only_begins_like_the_page_needs_a_key(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, browser(door) as (client, _):
+async def test_a_path_that_only_begins_like_the_page_needs_a_key(door: Site) -> None:
+    async with browser(door) as (client, _):
         assert (await client.get("/uix")).status_code == 401
 
 
-async def test_a_browser_at_the_door_is_shown_the_page_and_a_program_what_it_is(
-    tmp_path: Path,
-) -> None:
-    async with site(tmp_path) as door, browser(door) as (client, _):
+async def test_a_browser_at_the_door_is_shown_the_page_and_a_program_what_it_is(door: Site) -> None:
+    async with browser(door) as (client, _):
         assert (await client.get("/")).headers["location"] == "/ui/"
         plain = await client.get("/", headers={"accept": "*/*"})
         assert plain.json()["models"] == "/v1/models"

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ import pytest
 
 from kvmig.accounts.keys import AccountLimits, KeyGrant
 from kvmig.proxy.messages import AliasTable, KeyUpdates, ModelRoute, QuotaLeft, SpentLimits
-from tests.support.proxy_site import Got, Site, key, says_ok_after, site, streams
+from tests.support.proxy_site import Got, Site, says_ok_after, streams
 from tests.support.waiting import until
 
 SOON_S = 1.0
@@ -65,12 +64,10 @@ async def read_rest(reader: asyncio.StreamReader) -> bytes:
 
 
 @pytest.mark.parametrize("kind", FOR_ALL)
-async def test_a_body_that_trickles_ends_with_the_right_of_its_key(
-    tmp_path: Path, kind: str
-) -> None:
-    given, grant = key()
+async def test_a_body_that_trickles_ends_with_the_right_of_its_key(door: Site, kind: str) -> None:
+    given, grant = door.add_key()
     change, status, sentence = CHANGES[kind]
-    async with site(tmp_path, grant) as door, door.deployment() as there:
+    async with door.deployment() as there:
         door.key = given
         reader, writer = await door.connect(door.call({"model": "count", "prompt": "x" * 99})[:-50])
         await until(lambda: door.door.admission.calls)
@@ -83,16 +80,15 @@ async def test_a_body_that_trickles_ends_with_the_right_of_its_key(
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-async def test_a_held_call_ends_with_the_right_of_its_key(tmp_path: Path, kind: str) -> None:
-    given, grant = key()
+async def test_a_held_call_ends_with_the_right_of_its_key(door: Site, kind: str) -> None:
+    given, grant = door.add_key()
     change, status, sentence = CHANGES[kind]
-    async with site(tmp_path, grant) as door:
-        door.tell(ModelRoute(name="count", state="cold"))
-        held = asyncio.create_task(door.ask(given=given))
-        await until(lambda: door.door.hold.waiting("count"))
-        change(door, grant)
-        async with asyncio.timeout(SOON_S):
-            answer = await held
+    door.tell(ModelRoute(name="count", state="cold"))
+    held = asyncio.create_task(door.ask(given=given))
+    await until(lambda: door.door.hold.waiting("count"))
+    change(door, grant)
+    async with asyncio.timeout(SOON_S):
+        answer = await held
     assert answer.status_code == status
     assert sentence in answer.json()["error"]["message"]
 
@@ -100,11 +96,11 @@ async def test_a_held_call_ends_with_the_right_of_its_key(tmp_path: Path, kind: 
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("behaviour", [stays_silent, streams])
 async def test_a_relayed_call_ends_with_the_right_of_its_key(
-    tmp_path: Path, kind: str, behaviour: Callable[[Got], Awaitable[None]]
+    door: Site, kind: str, behaviour: Callable[[Got], Awaitable[None]]
 ) -> None:
-    given, grant = key()
+    given, grant = door.add_key()
     change, _, sentence = CHANGES[kind]
-    async with site(tmp_path, grant) as door, door.deployment(behaviour) as there:
+    async with door.deployment(behaviour) as there:
         door.key = given
         reader, writer = await door.connect(door.call({"model": "count", "stream": True}))
         await until(lambda: there.got)
@@ -115,9 +111,9 @@ async def test_a_relayed_call_ends_with_the_right_of_its_key(
     assert sentence.encode() in said
 
 
-async def test_a_listing_and_an_order_on_its_way_end_with_their_key(tmp_path: Path) -> None:
-    given, grant = key(scopes=("admin",))
-    async with site(tmp_path, grant) as door, door.deployment(name="api") as server:
+async def test_a_listing_and_an_order_on_its_way_end_with_their_key(door: Site) -> None:
+    given, grant = door.add_key(scopes=("admin",))
+    async with door.deployment(name="api") as server:
         door.key = given
         reader, writer = await door.connect(
             door.call({"name": "x" * 99}, path="/kvmig/v2/keys")[:-50]
@@ -130,9 +126,9 @@ async def test_a_listing_and_an_order_on_its_way_end_with_their_key(tmp_path: Pa
     assert server.got == []
 
 
-async def test_an_answer_of_the_server_that_goes_on_ends_with_its_key(tmp_path: Path) -> None:
-    given, grant = key(scopes=("admin",))
-    async with site(tmp_path, grant) as door, door.deployment(streams, name="api") as server:
+async def test_an_answer_of_the_server_that_goes_on_ends_with_its_key(door: Site) -> None:
+    given, grant = door.add_key(scopes=("admin",))
+    async with door.deployment(streams, name="api") as server:
         door.key = given
         reader, writer = await door.connect(door.call({}, path="/kvmig/v2/logs"))
         await until(lambda: server.got)
@@ -142,15 +138,15 @@ async def test_an_answer_of_the_server_that_goes_on_ends_with_its_key(tmp_path: 
         writer.close()
 
 
-async def test_an_order_that_revokes_its_own_key_is_answered(tmp_path: Path) -> None:
-    given, grant = key(scopes=("admin",))
+async def test_an_order_that_revokes_its_own_key_is_answered(door: Site) -> None:
+    given, grant = door.add_key(scopes=("admin",))
 
     async def revokes(got: Got) -> None:
         revoke(door, grant)
         await asyncio.sleep(0.1)
         got.json({"revoked": True})
 
-    async with site(tmp_path, grant) as door, door.deployment(revokes, name="api"):
+    async with door.deployment(revokes, name="api"):
         answer = await door.ask({}, "/kvmig/v2/keys/mine/revoke", given=given)
         after = await door.ask({}, "/kvmig/v2/keys", given=given)
     assert answer.json() == {"revoked": True}
@@ -158,10 +154,10 @@ async def test_an_order_that_revokes_its_own_key_is_answered(tmp_path: Path) -> 
 
 
 async def test_what_is_allowed_while_the_body_comes_is_what_the_call_is_judged_by(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
-    given, grant = key()
-    async with site(tmp_path, grant) as door, door.deployment() as there:
+    given, grant = door.add_key()
+    async with door.deployment() as there:
         door.key = given
         reader, writer = await door.connect()
         call = door.call({"model": "count", "prompt": "x" * 99})
@@ -178,10 +174,10 @@ async def test_what_is_allowed_while_the_body_comes_is_what_the_call_is_judged_b
 
 
 async def test_a_limit_that_was_lowered_is_not_raised_by_a_call_that_came_before(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
-    given, grant = key(user=AccountLimits(parallel=5), parallel=5)
-    async with site(tmp_path, grant) as door, door.deployment(stays_silent) as there:
+    given, grant = door.add_key(user=AccountLimits(parallel=5), parallel=5)
+    async with door.deployment(stays_silent) as there:
         door.key = given
         _, late = await door.connect()
         call = door.call({"model": "count", "prompt": "x" * 99})
@@ -199,22 +195,21 @@ async def test_a_limit_that_was_lowered_is_not_raised_by_a_call_that_came_before
     assert len(there.got) == 1
 
 
-async def test_a_quota_that_came_while_the_call_was_held_counts_its_tokens(tmp_path: Path) -> None:
-    given, grant = key()
-    async with site(tmp_path, grant) as door:
-        door.tell(ModelRoute(name="count", state="cold"))
-        held = asyncio.create_task(door.ask(given=given))
-        await until(lambda: door.door.hold.waiting("count"))
-        changed(door, grant, quota=1000)
-        async with door.deployment() as there:
-            await held
+async def test_a_quota_that_came_while_the_call_was_held_counts_its_tokens(door: Site) -> None:
+    given, grant = door.add_key()
+    door.tell(ModelRoute(name="count", state="cold"))
+    held = asyncio.create_task(door.ask(given=given))
+    await until(lambda: door.door.hold.waiting("count"))
+    changed(door, grant, quota=1000)
+    async with door.deployment() as there:
+        await held
     assert there.got[0].headers["x-kvmig-quota"] == "1"
 
 
-async def test_a_call_whose_tokens_are_granted_is_left_to_its_grants(tmp_path: Path) -> None:
-    given, grant = key(quota=1000)
+async def test_a_call_whose_tokens_are_granted_is_left_to_its_grants(door: Site) -> None:
+    given, grant = door.add_key(quota=1000)
 
-    async with site(tmp_path, grant) as door, door.deployment(says_ok_after(0.3)) as there:
+    async with door.deployment(says_ok_after(0.3)) as there:
         running = asyncio.create_task(door.ask(given=given))
         await until(lambda: there.got)
         door.door.apply(SpentLimits(left={grant.origin: QuotaLeft(0, None)}))
@@ -222,12 +217,10 @@ async def test_a_call_whose_tokens_are_granted_is_left_to_its_grants(tmp_path: P
     assert answer.status_code == 200
 
 
-async def test_an_alias_that_is_given_another_model_leaves_running_calls_alone(
-    tmp_path: Path,
-) -> None:
-    given, grant = key(models=("gpt",))
+async def test_an_alias_that_is_given_another_model_leaves_running_calls_alone(door: Site) -> None:
+    given, _ = door.add_key(models=("gpt",))
 
-    async with site(tmp_path, grant) as door, door.deployment(says_ok_after(0.2)) as there:
+    async with door.deployment(says_ok_after(0.2)) as there:
         door.door.apply(AliasTable(version=9, aliases={"gpt": {"count": 1}}))
         running = asyncio.create_task(door.ask({"model": "gpt"}, given=given))
         await until(lambda: there.got)
@@ -236,9 +229,9 @@ async def test_an_alias_that_is_given_another_model_leaves_running_calls_alone(
     assert answer.status_code == 200
 
 
-async def test_a_key_that_is_given_an_earlier_end_ends_its_calls_then(tmp_path: Path) -> None:
-    given, grant = key()
-    async with site(tmp_path, grant) as door, door.deployment(streams) as there:
+async def test_a_key_that_is_given_an_earlier_end_ends_its_calls_then(door: Site) -> None:
+    given, grant = door.add_key()
+    async with door.deployment(streams) as there:
         door.key = given
         reader, writer = await door.connect(door.call({"model": "count", "stream": True}))
         await until(lambda: there.got)
@@ -251,15 +244,9 @@ async def test_a_key_that_is_given_an_earlier_end_ends_its_calls_then(tmp_path: 
     assert 0.2 <= time.monotonic() - began < 0.3 + SOON_S
 
 
-async def test_a_call_that_was_cut_leaves_the_next_one_on_its_connection_alone(
-    tmp_path: Path,
-) -> None:
-    given, grant = key(scopes=("infer", "admin"))
-    async with (
-        site(tmp_path, grant) as door,
-        door.deployment(name="api"),
-        door.deployment(streams) as there,
-    ):
+async def test_a_call_that_was_cut_leaves_the_next_one_on_its_connection_alone(door: Site) -> None:
+    given, grant = door.add_key(scopes=("infer", "admin"))
+    async with door.deployment(name="api"), door.deployment(streams) as there:
         door.key = given
         reader, writer = await door.connect(door.call({}, path="/kvmig/v2/keys"))
         head = await reader.readuntil(b"\r\n\r\n")

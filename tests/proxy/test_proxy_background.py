@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvmig.proxy.messages import KeyUpdates
-from tests.support.proxy_site import Got, Site, key, site, streams
+from tests.support.proxy_site import Got, Site, streams
 from tests.support.waiting import until
 
 SOON_S = 1.0
@@ -29,10 +28,10 @@ def revoke(door: Site, prefix: str) -> None:
 
 
 async def test_a_response_in_the_background_is_answered_at_once_and_ends_with_its_key(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
-    given, grant = key()
-    async with site(tmp_path, grant) as door, door.deployment(goes_on) as there:
+    given, grant = door.add_key()
+    async with door.deployment(goes_on) as there:
         async with asyncio.timeout(SOON_S):
             answer = await door.ask(ASKED, PATH, given=given)
         await asyncio.sleep(0.1)
@@ -43,17 +42,15 @@ async def test_a_response_in_the_background_is_answered_at_once_and_ends_with_it
         await until(lambda: door.door.admission.calls == 0)
 
 
-async def test_a_response_in_the_background_takes_a_place_until_it_has_ended(
-    tmp_path: Path,
-) -> None:
-    given, grant = key(parallel=1)
+async def test_a_response_in_the_background_takes_a_place_until_it_has_ended(door: Site) -> None:
+    given, _ = door.add_key(parallel=1)
     ends = asyncio.Event()
 
     async def works(got: Got) -> None:
         got.json(QUEUED)
         await ends.wait()
 
-    async with site(tmp_path, grant) as door, door.deployment(works):
+    async with door.deployment(works):
         first = await door.ask(ASKED, PATH, given=given)
         during = await door.ask(ASKED, PATH, given=given)
         ends.set()
@@ -63,10 +60,10 @@ async def test_a_response_in_the_background_takes_a_place_until_it_has_ended(
 
 
 async def test_a_stream_in_the_background_goes_on_without_its_client_and_ends_with_its_key(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
-    given, grant = key()
-    async with site(tmp_path, grant) as door, door.deployment(streams) as there:
+    given, grant = door.add_key()
+    async with door.deployment(streams) as there:
         door.key = given
         reader, writer = await door.connect(door.call({**ASKED, "stream": True}, path=PATH))
         await reader.readuntil(b"data:")
@@ -78,15 +75,13 @@ async def test_a_stream_in_the_background_goes_on_without_its_client_and_ends_wi
             await until(lambda: there.left == 1)
 
 
-async def test_a_connection_goes_on_with_other_calls_while_its_first_one_works(
-    tmp_path: Path,
-) -> None:
-    given, grant = key()
+async def test_a_connection_goes_on_with_other_calls_while_its_first_one_works(door: Site) -> None:
+    given, _ = door.add_key()
 
     async def does(got: Got) -> None:
         await (goes_on(got) if "background" in got.fields else streams(got))
 
-    async with site(tmp_path, grant) as door, door.deployment(does) as there:
+    async with door.deployment(does) as there:
         door.key = given
         reader, writer = await door.connect(door.call(ASKED, path=PATH))
         await reader.readuntil(b'"queued"}')
@@ -103,12 +98,12 @@ async def test_a_connection_goes_on_with_other_calls_while_its_first_one_works(
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}])
 async def test_without_background_a_client_that_leaves_ends_its_call(
-    tmp_path: Path, more: dict[str, Any]
+    door: Site, more: dict[str, Any]
 ) -> None:
     async def silent(got: Got) -> None:
         await asyncio.sleep(30)
 
-    async with site(tmp_path) as door, door.deployment(silent) as there:
+    async with door.deployment(silent) as there:
         _, writer = await door.connect(
             door.call({"model": "count", "input": "go", **more}, path=PATH)
         )

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvmig.process.sockets import take_path
-from tests.support.proxy_site import Got, key, site
+from tests.support.proxy_site import Got, Site, key, site
 from tests.support.waiting import until
 
 MEGABYTE = 10**6
@@ -21,30 +21,29 @@ def body(size: int) -> bytes:
 
 
 async def test_a_body_counts_until_it_is_written_to_a_deployment_that_does_not_read(
-    tmp_path: Path,
+    door: Site, tmp_path: Path
 ) -> None:
-    async with site(tmp_path) as door:
-        deployment = take_path(f"{tmp_path}/count")
-        deployment.listen()
-        deployment.setblocking(False)
-        door.ready()
-        call = asyncio.create_task(door.ask(body(10 * MEGABYTE)))
-        loop = asyncio.get_running_loop()
-        connection, _ = await loop.sock_accept(deployment)
-        await until(lambda: door.door.budget.used > 10 * MEGABYTE)
-        await asyncio.sleep(0.1)
-        assert door.door.budget.used > 10 * MEGABYTE
-        got = 0
-        while got < 10 * MEGABYTE:
-            got += len(await loop.sock_recv(connection, 1 << 20))
-        await until(lambda: not door.door.budget.used)
-        await loop.sock_sendall(connection, b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-        assert (await call).status_code == 200
-        connection.close()
-        deployment.close()
+    deployment = take_path(f"{tmp_path}/count")
+    deployment.listen()
+    deployment.setblocking(False)
+    door.ready()
+    call = asyncio.create_task(door.ask(body(10 * MEGABYTE)))
+    loop = asyncio.get_running_loop()
+    connection, _ = await loop.sock_accept(deployment)
+    await until(lambda: door.door.budget.used > 10 * MEGABYTE)
+    await asyncio.sleep(0.1)
+    assert door.door.budget.used > 10 * MEGABYTE
+    got = 0
+    while got < 10 * MEGABYTE:
+        got += len(await loop.sock_recv(connection, 1 << 20))
+    await until(lambda: not door.door.budget.used)
+    await loop.sock_sendall(connection, b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    assert (await call).status_code == 200
+    connection.close()
+    deployment.close()
 
 
-async def test_a_body_counts_no_more_while_its_answer_goes_by(tmp_path: Path) -> None:
+async def test_a_body_counts_no_more_while_its_answer_goes_by(door: Site) -> None:
     goes_on = asyncio.Event()
 
     async def slowly(got: Got) -> None:
@@ -53,7 +52,7 @@ async def test_a_body_counts_no_more_while_its_answer_goes_by(tmp_path: Path) ->
         await goes_on.wait()
         got.last()
 
-    async with site(tmp_path) as door, door.deployment(slowly) as there:
+    async with door.deployment(slowly) as there:
         call = asyncio.create_task(door.ask(body(1000)))
         await until(lambda: there.got)
         await until(lambda: not door.door.budget.used)
@@ -80,9 +79,9 @@ async def test_one_user_whose_bodies_are_in_leaves_room_for_others(tmp_path: Pat
         assert (await door.ask(body(9000))).status_code == 200
 
 
-async def test_who_is_over_a_rate_is_told_so_before_the_body_is_sent(tmp_path: Path) -> None:
-    shown, grant = key(rpm=1)
-    async with site(tmp_path, grant) as door, door.deployment():
+async def test_who_is_over_a_rate_is_told_so_before_the_body_is_sent(door: Site) -> None:
+    shown, _ = door.add_key(rpm=1)
+    async with door.deployment():
         assert (await door.ask(given=shown)).status_code == 200
         reader, writer = await door.connect()
         writer.write(
@@ -108,10 +107,10 @@ async def test_who_is_over_a_rate_is_told_so_before_the_body_is_sent(tmp_path: P
     ],
 )
 async def test_what_path_and_head_decide_is_answered_before_the_body_is_sent(
-    tmp_path: Path, path: str, more: str, status: int
+    door: Site, path: str, more: str, status: int
 ) -> None:
-    given, grant = key(models=("count",))
-    async with site(tmp_path, grant) as door, door.deployment(), door.deployment(name="other"):
+    given, _ = door.add_key(models=("count",))
+    async with door.deployment(), door.deployment(name="other"):
         reader, writer = await door.connect()
         head = f"POST {path} HTTP/1.1\r\nhost: door\r\nauthorization: Bearer {given}\r\n{more}"
         writer.write(f"{head}content-length: 9000000\r\nexpect: 100-continue\r\n\r\n".encode())

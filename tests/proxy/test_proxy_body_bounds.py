@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +10,7 @@ import pytest
 from kvmig.asgi.body_bounds import ModelReach, widest
 from kvmig.proxy.directory import ModelDirectory
 from kvmig.proxy.messages import FleetSnapshot, ModelCard, ModelRoute
-from tests.support.proxy_site import PEPPER, Site, key, site
+from tests.support.proxy_site import PEPPER, Site, key
 
 SMALL, LARGE = ModelReach(600), ModelReach(131_072)
 MIDDLE_BYTES = 2_000_000
@@ -37,47 +36,41 @@ async def refused_at_its_head(door: Site, path: str, size: int = MIDDLE_BYTES) -
     return line
 
 
-async def test_a_body_that_no_model_of_the_key_can_use_is_refused_at_its_head(
-    tmp_path: Path,
-) -> None:
-    async with site(tmp_path) as door:
-        door.tell(told("small", SMALL))
-        assert b" 413 " in await refused_at_its_head(door, "/v1/completions")
-        door.tell(told("large", LARGE))
-        assert b" 100 " in await refused_at_its_head(door, "/v1/completions")
+async def test_a_body_that_no_model_of_the_key_can_use_is_refused_at_its_head(door: Site) -> None:
+    door.tell(told("small", SMALL))
+    assert b" 413 " in await refused_at_its_head(door, "/v1/completions")
+    door.tell(told("large", LARGE))
+    assert b" 100 " in await refused_at_its_head(door, "/v1/completions")
 
 
-async def test_a_path_that_names_a_model_bounds_the_body_by_that_model(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(told("small", SMALL, adapters=("poet",)), told("large", LARGE))
-        for name in ("small", "poet", "small:poet"):
-            line = await refused_at_its_head(door, f"/models/{name}/v1/completions")
-            assert b" 413 " in line
-        assert b" 100 " in await refused_at_its_head(door, "/models/large/v1/completions")
+async def test_a_path_that_names_a_model_bounds_the_body_by_that_model(door: Site) -> None:
+    door.tell(told("small", SMALL, adapters=("poet",)), told("large", LARGE))
+    for name in ("small", "poet", "small:poet"):
+        line = await refused_at_its_head(door, f"/models/{name}/v1/completions")
+        assert b" 413 " in line
+    assert b" 100 " in await refused_at_its_head(door, "/models/large/v1/completions")
 
 
-async def test_a_body_that_its_model_cannot_use_starts_no_model(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(told("small", SMALL), told("unknown", None))
-        answer = await door.ask(body(), "/v1/completions")
-        deep = b'{"model": "small", "x": ' + b"[" * 100 + b"]" * 100 + b"}"
-        nested = await door.ask(deep, "/v1/completions")
+async def test_a_body_that_its_model_cannot_use_starts_no_model(door: Site) -> None:
+    door.tell(told("small", SMALL), told("unknown", None))
+    answer = await door.ask(body(), "/v1/completions")
+    deep = b'{"model": "small", "x": ' + b"[" * 100 + b"]" * 100 + b"}"
+    nested = await door.ask(deep, "/v1/completions")
     assert (answer.status_code, nested.status_code) == (413, 413)
     assert "more is of no use to the model" in answer.json()["error"]["message"]
     assert "nested too deeply" in nested.json()["error"]["message"]
     assert door.wanted == []
 
 
-async def test_a_body_that_its_model_can_use_goes_on(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.deployment(card=ModelCard(reach=LARGE)):
+async def test_a_body_that_its_model_can_use_goes_on(door: Site) -> None:
+    async with door.deployment(card=ModelCard(reach=LARGE)):
         door.tell(told("small", SMALL))
         answer = await door.ask(body("count"), "/v1/completions")
     assert answer.status_code == 200
 
 
-async def test_an_order_to_the_server_is_a_small_one(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        line = await refused_at_its_head(door, "/kvmig/v2/models")
+async def test_an_order_to_the_server_is_a_small_one(door: Site) -> None:
+    line = await refused_at_its_head(door, "/kvmig/v2/models")
     assert b" 413 " in line
 
 

@@ -13,7 +13,7 @@ import pytest
 from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.proxy import activator
 from kvmig.proxy.messages import KeyUpdates, ModelRoute
-from tests.support.proxy_site import EVENT, Deployment, Got, Site, key, says_ok, site
+from tests.support.proxy_site import EVENT, Deployment, Got, Site, says_ok, site
 from tests.support.waiting import until
 
 HIGH, LOW = PriorityClass("high", -1), PriorityClass("low", 9)
@@ -53,33 +53,31 @@ async def has_heard(door: Site) -> None:
     await until(lambda: [one for one in door.door.hold.waiting("count") if one.beaten])
 
 
-async def test_many_calls_to_a_cold_model_want_it_once_and_are_answered(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold(start_s=3.0))
-        calls = [ask(door) for _ in range(20)]
-        await until(lambda: held(door) == 20)
-        assert door.wanted == ["count"]
-        async with door.deployment():
-            answers = await asyncio.gather(*calls)
+async def test_many_calls_to_a_cold_model_want_it_once_and_are_answered(door: Site) -> None:
+    door.tell(cold(start_s=3.0))
+    calls = [ask(door) for _ in range(20)]
+    await until(lambda: held(door) == 20)
+    assert door.wanted == ["count"]
+    async with door.deployment():
+        answers = await asyncio.gather(*calls)
     assert {answer.status_code for answer in answers} == {200}
     assert all(int(answer.headers["x-kvmig-cold-start-ms"]) >= 0 for answer in answers)
 
 
-async def test_a_warm_models_answer_names_no_cold_start(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.deployment():
+async def test_a_warm_models_answer_names_no_cold_start(door: Site) -> None:
+    async with door.deployment():
         assert "x-kvmig-cold-start-ms" not in (await door.ask()).headers
 
 
-async def test_those_that_wait_go_on_by_priority_then_by_arrival(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold(priority=5, classes=(HIGH, NORMAL, LOW)))
-        calls = []
-        named: list[dict[str, Any]] = [{}, {"priority": 9}, {"priority": "high"}, {}]
-        for number, given in enumerate(named):
-            calls.append(ask(door, {"model": "count", "n": number, **given}))
-            await until(lambda: held(door) == len(calls))
-        async with door.deployment() as there:
-            await asyncio.gather(*calls)
+async def test_those_that_wait_go_on_by_priority_then_by_arrival(door: Site) -> None:
+    door.tell(cold(priority=5, classes=(HIGH, NORMAL, LOW)))
+    calls = []
+    named: list[dict[str, Any]] = [{}, {"priority": 9}, {"priority": "high"}, {}]
+    for number, given in enumerate(named):
+        calls.append(ask(door, {"model": "count", "n": number, **given}))
+        await until(lambda: held(door) == len(calls))
+    async with door.deployment() as there:
+        await asyncio.gather(*calls)
     assert [one.fields["n"] for one in there.got] == [2, 0, 3, 1]
 
 
@@ -92,76 +90,69 @@ async def test_those_that_wait_go_on_by_priority_then_by_arrival(tmp_path: Path)
     ],
 )
 async def test_a_class_that_the_model_does_not_have_is_refused_before_it_starts(
-    tmp_path: Path, given: dict[str, Any], headers: dict[str, str], value: str
+    door: Site, given: dict[str, Any], headers: dict[str, str], value: str
 ) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold(classes=(HIGH, NORMAL)))
-        answer = await door.ask({"model": "count", **given}, headers=headers)
+    door.tell(cold(classes=(HIGH, NORMAL)))
+    answer = await door.ask({"model": "count", **given}, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == f"{value}, must be high (-1) or normal (0)"
     assert door.wanted == []
 
 
-async def test_a_call_that_does_not_wait_hears_so_at_once(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold(start_s=7.2))
-        answer = await door.ask(headers={"x-kvmig-cold": "refuse"})
+async def test_a_call_that_does_not_wait_hears_so_at_once(door: Site) -> None:
+    door.tell(cold(start_s=7.2))
+    answer = await door.ask(headers={"x-kvmig-cold": "refuse"})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "8")
     assert door.wanted == []
 
 
-async def test_more_than_may_wait_hear_when_to_try_again(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold(max_held=1, start_s=4.0))
-        first = await one_waits(door)
-        answer = await door.ask()
-        async with door.deployment():
-            assert (await first).status_code == 200
+async def test_more_than_may_wait_hear_when_to_try_again(door: Site) -> None:
+    door.tell(cold(max_held=1, start_s=4.0))
+    first = await one_waits(door)
+    answer = await door.ask()
+    async with door.deployment():
+        assert (await first).status_code == 200
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
 
 
-async def test_a_waiting_client_that_leaves_is_forgotten(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold())
-        _, writer = await door.connect(door.call({"model": "count"}))
-        await until(lambda: held(door) == 1)
-        writer.close()
-        await until(lambda: held(door) == 0)
-        async with door.deployment() as there:
-            await door.ask()
+async def test_a_waiting_client_that_leaves_is_forgotten(door: Site) -> None:
+    door.tell(cold())
+    _, writer = await door.connect(door.call({"model": "count"}))
+    await until(lambda: held(door) == 1)
+    writer.close()
+    await until(lambda: held(door) == 0)
+    async with door.deployment() as there:
+        await door.ask()
     assert len(there.got) == 1
 
 
-async def test_a_start_that_takes_too_long_is_a_503_with_its_reason(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold(start_timeout_s=0.1, why="no room: needs 5 GiB"))
-        answer = await door.ask()
+async def test_a_start_that_takes_too_long_is_a_503_with_its_reason(door: Site) -> None:
+    door.tell(cold(start_timeout_s=0.1, why="no room: needs 5 GiB"))
+    answer = await door.ask()
     sentence = "count was not ready within 0.1 s: no room: needs 5 GiB"
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == sentence
     assert "retry-after" in answer.headers
 
 
-async def test_a_start_that_fails_is_a_503_in_the_childs_own_words(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold())
-        call = await one_waits(door)
-        door.tell(ModelRoute(name="count", state="failed", why="no such folder", retry_s=20.0))
-        answer = await call
+async def test_a_start_that_fails_is_a_503_in_the_childs_own_words(door: Site) -> None:
+    door.tell(cold())
+    call = await one_waits(door)
+    door.tell(ModelRoute(name="count", state="failed", why="no such folder", retry_s=20.0))
+    answer = await call
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "20")
     assert answer.json()["error"]["message"] == "no such folder"
 
 
-async def test_a_model_that_is_removed_while_calls_wait_is_not_found(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold())
-        call = await one_waits(door)
-        door.tell(removed=("count",))
-        assert (await call).status_code == 404
+async def test_a_model_that_is_removed_while_calls_wait_is_not_found(door: Site) -> None:
+    door.tell(cold())
+    call = await one_waits(door)
+    door.tell(removed=("count",))
+    assert (await call).status_code == 404
 
 
-async def test_a_route_that_is_no_longer_ready_gets_no_new_call(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.deployment() as there:
+async def test_a_route_that_is_no_longer_ready_gets_no_new_call(door: Site) -> None:
+    async with door.deployment() as there:
         await door.ask()
         door.tell(cold())
         call = await one_waits(door)
@@ -170,14 +161,13 @@ async def test_a_route_that_is_no_longer_ready_gets_no_new_call(tmp_path: Path) 
         assert (await call).status_code == 200
 
 
-async def test_a_deployment_that_is_not_there_is_tried_again(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.ready()
-        call = await one_waits(door)
-        there = Deployment(f"{tmp_path}/count")
-        await there.open()
-        answer = await call
-        await there.close()
+async def test_a_deployment_that_is_not_there_is_tried_again(door: Site, tmp_path: Path) -> None:
+    door.ready()
+    call = await one_waits(door)
+    there = Deployment(f"{tmp_path}/count")
+    await there.open()
+    answer = await call
+    await there.close()
     assert answer.status_code == 200
 
 
@@ -194,14 +184,13 @@ async def test_a_deployment_that_is_not_there_is_tried_again(tmp_path: Path) -> 
     ],
 )
 async def test_a_waiting_stream_hears_signs_of_life_of_its_apis_kind(
-    tmp_path: Path, path: str, sign: bytes
+    door: Site, path: str, sign: bytes
 ) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold(heartbeat_after_s=0.05, start_s=4.0))
-        call = ask(door, BEATS, path)
-        await has_heard(door)
-        async with door.deployment(events):
-            answer = await call
+    door.tell(cold(heartbeat_after_s=0.05, start_s=4.0))
+    call = ask(door, BEATS, path)
+    await has_heard(door)
+    async with door.deployment(events):
+        answer = await call
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.content == sign + EVENT
@@ -225,17 +214,15 @@ async def test_signs_of_life_come_again_and_again(
     assert content.replace(b": starting, 0 s so far\n\n", b"") == EVENT
 
 
-async def test_a_call_without_a_stream_gets_an_honest_status_however_late(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold(heartbeat_after_s=0.02, start_timeout_s=0.2))
-        answer = await door.ask({"model": "count"})
+async def test_a_call_without_a_stream_gets_an_honest_status_however_late(door: Site) -> None:
+    door.tell(cold(heartbeat_after_s=0.02, start_timeout_s=0.2))
+    answer = await door.ask({"model": "count"})
     assert answer.status_code == 503
 
 
-async def test_a_failure_after_signs_of_life_is_the_streams_last_event(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold(heartbeat_after_s=0.02, start_timeout_s=0.1, why="it hangs"))
-        answer = await door.ask(BEATS)
+async def test_a_failure_after_signs_of_life_is_the_streams_last_event(door: Site) -> None:
+    door.tell(cold(heartbeat_after_s=0.02, start_timeout_s=0.1, why="it hangs"))
+    answer = await door.ask(BEATS)
     error = answer.text.removeprefix(": cold: it hangs\n\n").removesuffix("data: [DONE]\n\n")
     told = json.loads(error.removeprefix("data: "))
     assert answer.status_code == 200
@@ -243,17 +230,16 @@ async def test_a_failure_after_signs_of_life_is_the_streams_last_event(tmp_path:
 
 
 async def test_a_refusal_of_the_deployment_after_signs_of_life_is_the_streams_last_event(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
     async def refuses(got: Got) -> None:
         got.json({"error": {"message": "max_tokens is too large"}}, status="400 Bad Request")
 
-    async with site(tmp_path) as door:
-        door.tell(cold(heartbeat_after_s=0.02))
-        call = ask(door, BEATS)
-        await has_heard(door)
-        async with door.deployment(refuses):
-            text = (await call).text
+    door.tell(cold(heartbeat_after_s=0.02))
+    call = ask(door, BEATS)
+    await has_heard(door)
+    async with door.deployment(refuses):
+        text = (await call).text
     assert '"message":"max_tokens is too large"' in text
     assert text.endswith("data: [DONE]\n\n")
 
@@ -294,7 +280,7 @@ def client_of(door: Site) -> openai.AsyncOpenAI:
 
 
 async def test_openais_client_takes_a_response_of_a_model_that_has_started_meanwhile(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
     async def answers(got: Got) -> None:
         got.events()
@@ -310,17 +296,16 @@ async def test_openais_client_takes_a_response_of_a_model_that_has_started_meanw
             numbers = [event.sequence_number async for event in stream]
             return numbers, (await stream.get_final_response()).output_text
 
-    async with site(tmp_path) as door:
-        door.tell(cold(heartbeat_after_s=0.02))
-        call = asyncio.create_task(ask_for_it(door))
-        await has_heard(door)
-        async with door.deployment(answers):
-            numbers, text = await call
+    door.tell(cold(heartbeat_after_s=0.02))
+    call = asyncio.create_task(ask_for_it(door))
+    await has_heard(door)
+    async with door.deployment(answers):
+        numbers, text = await call
     assert (numbers, text) == (list(range(7)), "12")
 
 
 async def test_openais_client_raises_what_ended_a_response_with_the_next_events_number(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
     async def dies(got: Got) -> None:
         got.events()
@@ -330,7 +315,7 @@ async def test_openais_client_raises_what_ended_a_response_with_the_next_events_
                 await got.writer.drain()
                 await asyncio.sleep(0)
 
-    async with site(tmp_path) as door, door.deployment(dies):
+    async with door.deployment(dies):
         answer = await door.ask(BEATS, "/v1/responses")
         async with client_of(door) as client:
             stream = await client.responses.create(model="count", input="1", stream=True)
@@ -341,21 +326,19 @@ async def test_openais_client_raises_what_ended_a_response_with_the_next_events_
     assert (last["type"], last["code"], last["sequence_number"]) == ("error", "deployment_ended", 4)
 
 
-async def test_openais_client_raises_why_a_model_did_not_start(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold(heartbeat_after_s=0.02, start_timeout_s=0.1, why="it hangs"))
-        async with client_of(door) as client:
-            with pytest.raises(openai.APIError, match=r"not ready within 0\.1 s: it hangs"):
-                async with client.responses.stream(model="count", input="1") as stream:
-                    await stream.until_done()
+async def test_openais_client_raises_why_a_model_did_not_start(door: Site) -> None:
+    door.tell(cold(heartbeat_after_s=0.02, start_timeout_s=0.1, why="it hangs"))
+    async with client_of(door) as client:
+        with pytest.raises(openai.APIError, match=r"not ready within 0\.1 s: it hangs"):
+            async with client.responses.stream(model="count", input="1") as stream:
+                await stream.until_done()
 
 
-async def test_a_proxy_that_stops_holds_nobody(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        door.tell(cold())
-        call = await one_waits(door)
-        door.door.close()
-        assert (await call).status_code == 503
+async def test_a_proxy_that_stops_holds_nobody(door: Site) -> None:
+    door.tell(cold())
+    call = await one_waits(door)
+    door.door.close()
+    assert (await call).status_code == 503
 
 
 async def stops(got: Got) -> None:
@@ -364,10 +347,10 @@ async def stops(got: Got) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_call_that_a_stopping_deployment_does_not_take_goes_to_the_next_one(
-    tmp_path: Path, *, streams: bool
+    door: Site, tmp_path: Path, *, streams: bool
 ) -> None:
     body = {"model": "count", "stream": streams}
-    async with site(tmp_path) as door, door.deployment(stops) as old:
+    async with door.deployment(stops) as old:
         call = ask(door, body)
         await until(lambda: len(old.got) >= 1)
         new = Deployment(f"{tmp_path}/next", events if streams else says_ok)
@@ -381,19 +364,17 @@ async def test_a_call_that_a_stopping_deployment_does_not_take_goes_to_the_next_
 
 
 async def test_a_call_that_no_deployment_takes_ends_when_a_start_would_have_been_over(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
-    async with site(tmp_path) as door, door.deployment(stops, start_timeout_s=0.6) as old:
+    async with door.deployment(stops, start_timeout_s=0.6) as old:
         answer = await door.ask()
     assert answer.status_code == 503
     assert 1 <= len(old.got) <= 4, "it is asked again at intervals"
 
 
-async def test_a_call_that_waits_for_the_next_one_ends_when_its_key_is_revoked(
-    tmp_path: Path,
-) -> None:
-    given, grant = key()
-    async with site(tmp_path, grant) as door, door.deployment(stops) as old:
+async def test_a_call_that_waits_for_the_next_one_ends_when_its_key_is_revoked(door: Site) -> None:
+    given, grant = door.add_key()
+    async with door.deployment(stops) as old:
         call = asyncio.create_task(door.ask(given=given))
         await until(lambda: len(old.got) >= 1)
         door.tell(ModelRoute(name="count", state="starting"))
@@ -405,14 +386,14 @@ async def test_a_call_that_waits_for_the_next_one_ends_when_its_key_is_revoked(
 
 
 async def test_calls_are_kept_to_be_sent_again_as_far_as_there_is_room_until_they_are_answered(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
     async def waits(got: Got) -> None:
         await answers.wait()
         await (stops if b"again" in got.body else says_ok)(got)
 
     answers = asyncio.Event()
-    async with site(tmp_path) as door, door.deployment(waits, start_timeout_s=0.6) as old:
+    async with door.deployment(waits, start_timeout_s=0.6) as old:
         door.door.kept.most = 200  # one alone takes half
         calls = [ask(door, {"model": "count", "prompt": text}) for text in ("x" * 40, "y" * 200)]
         await until(lambda: len(old.got) == 2)
@@ -424,11 +405,9 @@ async def test_calls_are_kept_to_be_sent_again_as_far_as_there_is_room_until_the
         assert door.door.kept.used == 0
 
 
-async def test_a_large_call_that_is_not_taken_is_refused_since_nobody_keeps_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_large_call_that_is_not_taken_is_refused_since_nobody_keeps_it(door: Site) -> None:
     large = {"model": "count", "prompt": "x" * 100_000}
-    async with site(tmp_path) as door, door.deployment(stops) as old:
+    async with door.deployment(stops) as old:
         answer = await door.ask(large)
     assert answer.status_code == 503
     assert len(old.got) == 1

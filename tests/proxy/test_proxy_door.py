@@ -19,7 +19,7 @@ from kvmig.proxy.messages import (
     QuotaLeft,
     SpentLimits,
 )
-from tests.support.proxy_site import Got, key, site
+from tests.support.proxy_site import Got, Site, key, site
 from tests.support.waiting import until
 
 
@@ -31,34 +31,31 @@ def error_of(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("given", ["-", "kv-aaaaaaaa-" + "x" * 43, "sk-other"])
-async def test_a_call_without_a_good_key_gets_401_as_openai_says_it(
-    tmp_path: Path, given: str
-) -> None:
-    async with site(tmp_path) as door, door.deployment():
+async def test_a_call_without_a_good_key_gets_401_as_openai_says_it(door: Site, given: str) -> None:
+    async with door.deployment():
         answer = await door.ask(given=given)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     assert error_of(answer)["code"] == "invalid_api_key"
 
 
-async def test_who_looks_with_a_browser_is_told_what_this_is(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.client() as client:
+async def test_who_looks_with_a_browser_is_told_what_this_is(door: Site) -> None:
+    async with door.client() as client:
         answer = await client.get("/", headers={"authorization": ""})
     assert answer.status_code == 200
     assert answer.json()["what"] == "the entry point of a kvmig fleet: an OpenAI API, for programs"
 
 
-async def test_a_key_may_come_as_anthropics_clients_send_it(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.deployment(), door.client("-") as client:
+async def test_a_key_may_come_as_anthropics_clients_send_it(door: Site) -> None:
+    async with door.deployment(), door.client("-") as client:
         client.headers.pop("authorization")
         headers = {"x-api-key": door.key}
         answer = await client.post("/v1/messages", json={"model": "count"}, headers=headers)
     assert answer.status_code == 200
 
 
-async def test_an_error_of_messages_is_in_anthropics_form(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        answer = await door.ask(path="/v1/messages", given="no")
+async def test_an_error_of_messages_is_in_anthropics_form(door: Site) -> None:
+    answer = await door.ask(path="/v1/messages", given="no")
     assert answer.status_code == 401
     assert answer.json() == {
         "type": "error",
@@ -66,42 +63,40 @@ async def test_an_error_of_messages_is_in_anthropics_form(tmp_path: Path) -> Non
     }
 
 
-async def test_an_expired_key_and_one_of_another_network_are_told_apart(tmp_path: Path) -> None:
-    old, expired = key(expires=1.0)
-    far, foreign = key(cidrs=("10.0.0.0/8",))
-    async with site(tmp_path, expired, foreign) as door, door.deployment():
+async def test_an_expired_key_and_one_of_another_network_are_told_apart(door: Site) -> None:
+    old, _ = door.add_key(expires=1.0)
+    far, _ = door.add_key(cidrs=("10.0.0.0/8",))
+    async with door.deployment():
         answers = [await door.ask(given=given) for given in (old, far)]
     assert [answer.status_code for answer in answers] == [401, 403]
 
 
-async def test_a_revoked_key_opens_nothing_from_the_next_call_on(tmp_path: Path) -> None:
-    given, grant = key()
-    async with site(tmp_path, grant) as door, door.deployment():
+async def test_a_revoked_key_opens_nothing_from_the_next_call_on(door: Site) -> None:
+    given, grant = door.add_key()
+    async with door.deployment():
         before = await door.ask(given=given)
         door.door.apply(KeyUpdates(version=9, removed=(grant.prefix,)))
         after = await door.ask(given=given)
     assert (before.status_code, after.status_code) == (200, 401)
 
 
-async def test_a_model_that_is_not_for_the_key_is_as_one_that_is_not_there(tmp_path: Path) -> None:
-    given, grant = key(models=("count",))
-    async with site(tmp_path, grant) as door:
-        door.ready("secret")
-        real = await door.ask({"model": "secret"}, given=given)
-        made_up = await door.ask({"model": "nonsense"}, given=given)
+async def test_a_model_that_is_not_for_the_key_is_as_one_that_is_not_there(door: Site) -> None:
+    given, _ = door.add_key(models=("count",))
+    door.ready("secret")
+    real = await door.ask({"model": "secret"}, given=given)
+    made_up = await door.ask({"model": "nonsense"}, given=given)
     assert real.status_code == made_up.status_code == 404
     assert error_of(real)["code"] == error_of(made_up)["code"] == "model_not_found"
     assert error_of(real)["message"].replace("secret", "nonsense") == error_of(made_up)["message"]
 
 
-async def test_an_unknown_name_gets_the_near_ones_that_the_key_may_use(tmp_path: Path) -> None:
-    given, grant = key(models=("count", "secret-1b"))
-    async with site(tmp_path, grant) as door:
-        for name in ("count", "counter", "secret-1b"):
-            door.ready(name)
-        near = await door.ask({"model": "coumt"}, given=given)
-        hidden = await door.ask({"model": "counter"}, given=given)
-        other = await door.ask({"model": "mistral"}, given=given)
+async def test_an_unknown_name_gets_the_near_ones_that_the_key_may_use(door: Site) -> None:
+    given, _ = door.add_key(models=("count", "secret-1b"))
+    for name in ("count", "counter", "secret-1b"):
+        door.ready(name)
+    near = await door.ask({"model": "coumt"}, given=given)
+    hidden = await door.ask({"model": "counter"}, given=given)
+    other = await door.ask({"model": "mistral"}, given=given)
     assert error_of(near)["message"] == "no model 'coumt'; near it: count"
     assert error_of(hidden)["message"] == "no model 'counter'; near it: count"
     assert error_of(other)["message"] == "no model 'mistral'"
@@ -159,9 +154,9 @@ async def test_each_image_of_a_call_is_a_request_of_its_limit(tmp_path: Path) ->
     assert [one.status_code for one in answers] == [200, 429, 200, 429]
 
 
-async def test_who_is_over_a_limit_hears_so_before_the_body_has_come(tmp_path: Path) -> None:
-    given, grant = key(rpm=1)
-    async with site(tmp_path, grant) as door, door.deployment():
+async def test_who_is_over_a_limit_hears_so_before_the_body_has_come(door: Site) -> None:
+    given, _ = door.add_key(rpm=1)
+    async with door.deployment():
         await door.ask(given=given)
         door.key = given
         reader, writer = await door.connect()
@@ -175,17 +170,16 @@ async def test_who_is_over_a_limit_hears_so_before_the_body_has_come(tmp_path: P
 
 
 async def test_an_error_of_messages_has_anthropics_form_where_the_path_names_the_model(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
-    async with site(tmp_path) as door:
-        answer = await door.ask(path="/models/org/Name/v1/messages", given="no")
+    answer = await door.ask(path="/models/org/Name/v1/messages", given="no")
     assert answer.status_code == 401
     assert answer.json()["type"] == "error"
 
 
-async def test_a_limit_that_is_raised_lets_the_next_request_in(tmp_path: Path) -> None:
-    given, grant = key(rpm=1)
-    async with site(tmp_path, grant) as door, door.deployment():
+async def test_a_limit_that_is_raised_lets_the_next_request_in(door: Site) -> None:
+    given, grant = door.add_key(rpm=1)
+    async with door.deployment():
         statuses = []
         for rpm in (1, 1, 5):
             changed = msgspec.structs.replace(grant, rpm=rpm)
@@ -229,16 +223,15 @@ async def test_a_clock_that_jumps_by_an_hour_brings_no_new_minute(tmp_path: Path
     assert statuses == [200, 429, 429]
 
 
-async def test_requests_at_once_are_counted_until_they_are_over(tmp_path: Path) -> None:
-    given, grant = key(parallel=1)
-    async with site(tmp_path, grant) as door:
-        door.tell(ModelRoute(name="count", state="cold"))
-        held = asyncio.create_task(door.ask(given=given))
-        await until(lambda: door.door.hold.waiting("count"))
-        refused = await door.ask(given=given)
-        async with door.deployment():
-            first = await held
-            after = await door.ask(given=given)
+async def test_requests_at_once_are_counted_until_they_are_over(door: Site) -> None:
+    given, _ = door.add_key(parallel=1)
+    door.tell(ModelRoute(name="count", state="cold"))
+    held = asyncio.create_task(door.ask(given=given))
+    await until(lambda: door.door.hold.waiting("count"))
+    refused = await door.ask(given=given)
+    async with door.deployment():
+        first = await held
+        after = await door.ask(given=given)
     assert [refused.status_code, first.status_code, after.status_code] == [429, 200, 200]
     assert (
         "may have 1 requests at once, try again when one has ended" in error_of(refused)["message"]
@@ -279,10 +272,10 @@ async def test_an_answer_says_what_is_left_of_a_quota(tmp_path: Path) -> None:
      (QuotaLeft(1, None), 200)],
 )  # fmt: skip
 async def test_a_quota_that_is_used_up_is_said_as_openai_does_until_it_begins_anew(
-    tmp_path: Path, left: QuotaLeft, status: int
+    door: Site, left: QuotaLeft, status: int
 ) -> None:
-    given, grant = key(quota=1000, period="day")
-    async with site(tmp_path, grant) as door, door.deployment():
+    given, grant = door.add_key(quota=1000, period="day")
+    async with door.deployment():
         door.door.apply(SpentLimits(left={grant.key_id: left}))
         answer = await door.ask(given=given)
     assert answer.status_code == status
@@ -300,9 +293,9 @@ async def test_a_users_limit_counts_the_requests_of_all_keys(tmp_path: Path) -> 
     assert answers[0].headers["x-ratelimit-remaining-requests"] == "0"
 
 
-async def test_a_users_quota_is_passed_on_and_refused_when_it_is_used_up(tmp_path: Path) -> None:
-    given, grant = key(AccountLimits(quota=1000, period="day"))
-    async with site(tmp_path, grant) as door, door.deployment() as there:
+async def test_a_users_quota_is_passed_on_and_refused_when_it_is_used_up(door: Site) -> None:
+    given, grant = door.add_key(AccountLimits(quota=1000, period="day"))
+    async with door.deployment() as there:
         before = await door.ask(given=given)
         door.door.apply(SpentLimits(left={grant.user_id: QuotaLeft(0, None)}))
         after = await door.ask(given=given)
@@ -313,10 +306,10 @@ async def test_a_users_quota_is_passed_on_and_refused_when_it_is_used_up(tmp_pat
 
 @pytest.mark.parametrize("named", ["count", "other-name"])
 async def test_a_models_quota_is_refused_when_it_is_used_up_whatever_name_is_given(
-    tmp_path: Path, named: str
+    door: Site, named: str
 ) -> None:
-    given, grant = key(quotas={"count": ModelQuota(500, "day")})
-    async with site(tmp_path, grant) as door, door.deployment(), door.client(given) as client:
+    given, grant = door.add_key(quotas={"count": ModelQuota(500, "day")})
+    async with door.deployment(), door.client(given) as client:
         door.door.apply(AliasTable(version=9, aliases={"other-name": {"count": 1}}))
         door.door.apply(SpentLimits(left={f"{grant.origin} count": QuotaLeft(0, None)}))
         answer = await client.post("/v1/completions", json={"model": named})
@@ -326,13 +319,9 @@ async def test_a_models_quota_is_refused_when_it_is_used_up_whatever_name_is_giv
     )
 
 
-async def test_a_models_quota_is_nothing_to_calls_to_other_models(tmp_path: Path) -> None:
-    given, grant = key(quotas={"secret": ModelQuota(500, "day")})
-    async with (
-        site(tmp_path, grant) as door,
-        door.deployment() as there,
-        door.client(given) as client,
-    ):
+async def test_a_models_quota_is_nothing_to_calls_to_other_models(door: Site) -> None:
+    given, grant = door.add_key(quotas={"secret": ModelQuota(500, "day")})
+    async with door.deployment() as there, door.client(given) as client:
         door.door.apply(SpentLimits(left={f"{grant.origin} secret": QuotaLeft(0, None)}))
         answer = await client.post("/v1/completions", json={"model": "count"})
     assert answer.status_code == 200
@@ -342,30 +331,28 @@ async def test_a_models_quota_is_nothing_to_calls_to_other_models(tmp_path: Path
 # -- the model
 
 
-async def test_a_body_that_names_the_deployments_own_name_goes_on_byte_by_byte(
-    tmp_path: Path,
-) -> None:
+async def test_a_body_that_names_the_deployments_own_name_goes_on_byte_by_byte(door: Site) -> None:
     body = b' {"model" : "count",  "prompt":"\\u00e9", "seed":1.50 } '
-    async with site(tmp_path) as door, door.deployment() as there:
+    async with door.deployment() as there:
         await door.ask(body)
     assert there.got[0].body == body
 
 
 async def test_an_alias_becomes_the_deployments_own_name_and_nothing_else_changes(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
-    async with site(tmp_path) as door, door.deployment(served="weights") as there:
+    async with door.deployment(served="weights") as there:
         door.door.apply(AliasTable(version=9, aliases={"gpt": {"count": 1}}))
         await door.ask({"model": "gpt", "prompt": "hi", "seed": 1.5})
     assert there.got[0].fields == {"model": "weights", "prompt": "hi", "seed": 1.5}
 
 
 async def test_of_two_models_in_a_body_the_last_counts_for_the_key_and_for_the_engine(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
-    given, grant = key(models=("count",))
+    given, _ = door.add_key(models=("count",))
     twice = b'{"model":"count","mod\\u0065l":"secret"}'
-    async with site(tmp_path, grant) as door, door.deployment() as there:
+    async with door.deployment() as there:
         door.ready("secret")
         denied = await door.ask(twice, given=given)
         await door.ask(b'{"model":"secret","model":"count"}', given=given)
@@ -373,15 +360,15 @@ async def test_of_two_models_in_a_body_the_last_counts_for_the_key_and_for_the_e
     assert [one.fields["model"] for one in there.got] == ["count"]
 
 
-async def test_an_adapter_goes_to_its_models_deployment_under_its_own_name(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.deployment(adapters=("poet",)) as there:
+async def test_an_adapter_goes_to_its_models_deployment_under_its_own_name(door: Site) -> None:
+    async with door.deployment(adapters=("poet",)) as there:
         await door.ask({"model": "count:poet"})
         await door.ask({"model": "poet"})
     assert [one.fields["model"] for one in there.got] == ["poet", "poet"]
 
 
-async def test_a_path_may_name_the_model(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.deployment() as there, door.client() as client:
+async def test_a_path_may_name_the_model(door: Site) -> None:
+    async with door.deployment() as there, door.client() as client:
         await client.post("/models/count/v1/completions?a=b", json={"prompt": "hi"})
     assert there.got[0].line == "POST /v1/completions?a=b HTTP/1.1"
 
@@ -394,8 +381,8 @@ async def test_a_path_may_name_the_model(tmp_path: Path) -> None:
         "/models/count/v1%2f..%2fx",
     ],
 )  # fmt: skip
-async def test_a_deployments_own_paths_are_not_for_clients(tmp_path: Path, path: str) -> None:
-    async with site(tmp_path) as door, door.deployment() as there:
+async def test_a_deployments_own_paths_are_not_for_clients(door: Site, path: str) -> None:
+    async with door.deployment() as there:
         reader, writer = await door.connect(door.call({"model": "count"}, path=path))
         status = await reader.readline()
         writer.close()
@@ -403,23 +390,19 @@ async def test_a_deployments_own_paths_are_not_for_clients(tmp_path: Path, path:
     assert there.got == []
 
 
-async def test_a_multipart_form_names_its_model_in_whatever_part(tmp_path: Path) -> None:
+async def test_a_multipart_form_names_its_model_in_whatever_part(door: Site) -> None:
     file = {"file": ("a.wav", b"RIFF\r\n--x\r\n" * 50_000)}
     late: Any = {"file": ("a.wav", b"RIFF"), "model": (None, "count")}
-    async with (
-        site(tmp_path) as door,
-        door.deployment(served="w") as there,
-        door.client() as client,
-    ):
+    async with door.deployment(served="w") as there, door.client() as client:
         form = {"language": "en", "model": "count"}
         await client.post("/v1/audio/transcriptions", data=form, files=file)
         await client.post("/v1/audio/transcriptions", files=late)
     assert [b'name="model"\r\n\r\nw\r\n' in one.body for one in there.got] == [True, True]
 
 
-async def test_a_form_with_two_models_is_refused(tmp_path: Path) -> None:
+async def test_a_form_with_two_models_is_refused(door: Site) -> None:
     parts = [("model", (None, "count")), ("model", (None, "other"))]
-    async with site(tmp_path) as door, door.deployment() as there, door.client() as client:
+    async with door.deployment() as there, door.client() as client:
         answer = await client.post("/v1/audio/transcriptions", files=parts)
     assert answer.status_code == 400
     assert error_of(answer)["message"] == "the form has model twice"
@@ -436,24 +419,22 @@ async def test_a_form_with_two_models_is_refused(tmp_path: Path) -> None:
     ],
 )
 async def test_a_body_without_a_model_to_read_is_refused_by_name(
-    tmp_path: Path, body: bytes, sentence: str
+    door: Site, body: bytes, sentence: str
 ) -> None:
-    async with site(tmp_path) as door:
-        answer = await door.ask(body)
+    answer = await door.ask(body)
     assert answer.status_code == 400
     assert error_of(answer)["message"] == sentence
 
 
-async def test_a_model_name_of_ten_megabytes_is_not_found_and_not_repeated(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.deployment():
+async def test_a_model_name_of_ten_megabytes_is_not_found_and_not_repeated(door: Site) -> None:
+    async with door.deployment():
         answer = await door.ask({"model": "x" * 10_000_000})
     assert answer.status_code == 404
     assert len(answer.content) < 1000
 
 
-async def test_a_compressed_body_is_refused(tmp_path: Path) -> None:
-    async with site(tmp_path) as door:
-        answer = await door.ask(b"\x1f\x8b", headers={"content-encoding": "gzip"})
+async def test_a_compressed_body_is_refused(door: Site) -> None:
+    answer = await door.ask(b"\x1f\x8b", headers={"content-encoding": "gzip"})
     assert answer.status_code == 415
 
 
@@ -466,7 +447,7 @@ async def test_a_body_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 # -- what goes on
 
 
-async def test_headers_of_kvmigs_are_the_proxys_own(tmp_path: Path) -> None:
+async def test_headers_of_kvmigs_are_the_proxys_own(door: Site) -> None:
     sent = {
         "x-kvmig-account": "me",
         "x-kvmig-tenant": "you",
@@ -474,7 +455,7 @@ async def test_headers_of_kvmigs_are_the_proxys_own(tmp_path: Path) -> None:
         "X-Request-Id": "r1",
         "traceparent": "t",
     }
-    async with site(tmp_path) as door, door.deployment() as there:
+    async with door.deployment() as there:
         answer = await door.ask(headers=sent)
     got = there.got[0].headers
     assert got["x-kvmig-account"] == door.key.split("-")[1]
@@ -485,12 +466,12 @@ async def test_headers_of_kvmigs_are_the_proxys_own(tmp_path: Path) -> None:
     assert got["traceparent"] == "t"
 
 
-async def test_pipelined_calls_are_answered_in_their_order(tmp_path: Path) -> None:
+async def test_pipelined_calls_are_answered_in_their_order(door: Site) -> None:
     async def slow_first(got: Got) -> None:
         await asyncio.sleep(0.1 if got.fields["n"] == 0 else 0)
         got.json({"n": got.fields["n"]})
 
-    async with site(tmp_path) as door, door.deployment(slow_first):
+    async with door.deployment(slow_first):
         reader, writer = await door.connect()
         writer.writelines(door.call({"model": "count", "n": n}) for n in range(3))
         found = []
@@ -502,32 +483,32 @@ async def test_pipelined_calls_are_answered_in_their_order(tmp_path: Path) -> No
     assert found == [0, 1, 2]
 
 
-async def test_a_head_request_ends_with_its_head(tmp_path: Path) -> None:
+async def test_a_head_request_ends_with_its_head(door: Site) -> None:
     async def sized(got: Got) -> None:
         got.head("content-length: 5")
 
-    async with site(tmp_path) as door, door.deployment(sized, "api"), door.client() as client:
+    async with door.deployment(sized, "api"), door.client() as client:
         for path in ("/kvmig/v2/models", "/v1/models", "/kvmig/v2/keys"):
             answer = await client.head(path)
             assert (answer.status_code, answer.content) == (200, b"")
 
 
-async def test_an_answer_without_a_length_ends_with_the_connection(tmp_path: Path) -> None:
+async def test_an_answer_without_a_length_ends_with_the_connection(door: Site) -> None:
     async def until_closed(got: Got) -> None:
         got.head("content-type: text/plain")
         got.writer.write(b"all of it")
 
-    async with site(tmp_path) as door, door.deployment(until_closed):
+    async with door.deployment(until_closed):
         answer = await door.ask()
     assert answer.content == b"all of it"
     assert answer.headers["connection"] == "close"
 
 
-async def test_a_deployments_own_error_goes_to_the_client_as_it_is(tmp_path: Path) -> None:
+async def test_a_deployments_own_error_goes_to_the_client_as_it_is(door: Site) -> None:
     async def refuses(got: Got) -> None:
         got.json({"error": {"message": "max_tokens"}}, status="400 Bad Request")
 
-    async with site(tmp_path) as door, door.deployment(refuses):
+    async with door.deployment(refuses):
         answer = await door.ask()
     assert (answer.status_code, answer.json()) == (400, {"error": {"message": "max_tokens"}})
 
@@ -535,9 +516,9 @@ async def test_a_deployments_own_error_goes_to_the_client_as_it_is(tmp_path: Pat
 # -- the door's own answers
 
 
-async def test_models_are_those_that_the_key_may_use_cold_ones_too(tmp_path: Path) -> None:
-    given, grant = key(models=("count", "cold", "gone", "alias"))
-    async with site(tmp_path, grant) as door, door.client(given) as client:
+async def test_models_are_those_that_the_key_may_use_cold_ones_too(door: Site) -> None:
+    given, _ = door.add_key(models=("count", "cold", "gone", "alias"))
+    async with door.client(given) as client:
         door.tell(
             ModelRoute(name="count", state="ready"),
             ModelRoute(name="cold", state="cold", start_s=4.5),
@@ -553,10 +534,10 @@ async def test_models_are_those_that_the_key_may_use_cold_ones_too(tmp_path: Pat
 
 
 async def test_the_list_says_of_a_model_what_its_deployment_said_also_when_it_is_cold(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
     card = ModelCard(created=1_700_000_000, owned_by="vllm", max_model_len=4096)
-    async with site(tmp_path) as door, door.client() as client:
+    async with door.client() as client:
         door.tell(ModelRoute(name="count", state="cold", card=card, adapters=("poet",)))
         rows = (await client.get("/v1/models")).json()["data"]
     known = {"object": "model", "created": 1_700_000_000, "owned_by": "vllm", "max_model_len": 4096}
@@ -566,9 +547,9 @@ async def test_the_list_says_of_a_model_what_its_deployment_said_also_when_it_is
     ]  # fmt: skip
 
 
-async def test_metrics_are_for_admins(tmp_path: Path) -> None:
-    given, grant = key()
-    async with site(tmp_path, grant) as door, door.deployment():
+async def test_metrics_are_for_admins(door: Site) -> None:
+    given, _ = door.add_key()
+    async with door.deployment():
         await door.ask()
         async with door.client() as admin, door.client(given) as other:
             text = (await admin.get("/metrics")).text
@@ -577,13 +558,9 @@ async def test_metrics_are_for_admins(tmp_path: Path) -> None:
     assert denied.status_code == 403
 
 
-async def test_the_servers_paths_are_relayed_to_it_with_the_clients_address(tmp_path: Path) -> None:
+async def test_the_servers_paths_are_relayed_to_it_with_the_clients_address(door: Site) -> None:
     headers = {"x-forwarded-for": "10.1.1.1", "forwarded": "for=10.1.1.1"}
-    async with (
-        site(tmp_path) as door,
-        door.deployment(name="api") as server,
-        door.client() as client,
-    ):
+    async with door.deployment(name="api") as server, door.client() as client:
         answer = await client.get("/kvmig/v2/models?x=1", headers=headers)
     got = server.got[0]
     assert answer.json() == {"ok": True}
@@ -593,26 +570,22 @@ async def test_the_servers_paths_are_relayed_to_it_with_the_clients_address(tmp_
     assert got.headers["authorization"] == f"Bearer {door.key}"
 
 
-async def test_the_servers_paths_take_no_body_without_a_key(tmp_path: Path) -> None:
-    async with (
-        site(tmp_path) as door,
-        door.deployment(name="api") as server,
-        door.client("-") as client,
-    ):
+async def test_the_servers_paths_take_no_body_without_a_key(door: Site) -> None:
+    async with door.deployment(name="api") as server, door.client("-") as client:
         answer = await client.post("/kvmig/v2/models", content=b"x" * 1000)
     assert answer.status_code == 401
     assert server.got == []
 
 
-async def test_without_the_server_its_paths_say_so(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.client() as client:
+async def test_without_the_server_its_paths_say_so(door: Site) -> None:
+    async with door.client() as client:
         answer = await client.get("/kvmig/v2/models")
     assert answer.status_code == 503
     assert error_of(answer)["message"] == "the fleet's server is not there, try again"
 
 
-async def test_a_door_that_stops_lives_and_is_not_ready(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.client("-") as client:
+async def test_a_door_that_stops_lives_and_is_not_ready(door: Site) -> None:
+    async with door.client("-") as client:
         before = await client.get("/health")
         door.door.close()
         after, live = await client.get("/health"), await client.get("/live")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.proxy.priority_choice import ChosenPriority, choose_class
 from kvmig.proxy.refusals import ProxyRefusal
-from tests.support.proxy_site import key, site
+from tests.support.proxy_site import Site
 
 HIGH, LOW = PriorityClass("high", -1), PriorityClass("low", 9)
 CLASSES = (HIGH, NORMAL, LOW)
@@ -51,10 +50,10 @@ def test_a_class_that_the_key_may_not_use_is_refused(
     assert refused.value.status == status
 
 
-async def test_a_key_runs_in_its_own_classes_only_whatever_a_call_says(tmp_path: Path) -> None:
-    given, grant = key(classes=("low",))
+async def test_a_key_runs_in_its_own_classes_only_whatever_a_call_says(door: Site) -> None:
+    given, _ = door.add_key(classes=("low",))
     twice = [("x-vllm-priority", "low"), ("x-vllm-priority", "high")]
-    async with site(tmp_path, grant) as door, door.deployment() as there:
+    async with door.deployment() as there:
         door.ready(classes=CLASSES)
         named = await door.ask({"model": "count", "priority": "high"}, given=given)
         by_header = await door.ask(headers={"x-vllm-priority": "-1"}, given=given)

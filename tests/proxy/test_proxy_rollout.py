@@ -19,7 +19,7 @@ from kvmig.proxy.activator import (
     drawn,
 )
 from kvmig.proxy.messages import ModelRoute
-from tests.support.proxy_site import Deployment, site
+from tests.support.proxy_site import Deployment, Site
 
 
 def route(percent: int) -> ModelRoute:
@@ -76,8 +76,10 @@ def test_requests_are_counted_where_they_run() -> None:
     assert counts.demands(6.0) == ()
 
 
-async def test_a_share_of_the_calls_goes_to_the_deployment_beside(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.deployment() as old:
+async def test_a_share_of_the_calls_goes_to_the_deployment_beside(
+    door: Site, tmp_path: Path
+) -> None:
+    async with door.deployment() as old:
         new = Deployment(f"{tmp_path}/new")
         await new.open()
         door.ready(next_socket=new.path, next_percent=30)
@@ -90,17 +92,19 @@ async def test_a_share_of_the_calls_goes_to_the_deployment_beside(tmp_path: Path
 
 
 async def test_calls_go_to_the_old_deployment_if_the_new_one_has_died_and_no_server_says_so(
-    tmp_path: Path,
+    door: Site, tmp_path: Path
 ) -> None:
-    async with site(tmp_path) as door, door.deployment() as old:
+    async with door.deployment() as old:
         door.ready(next_socket=f"{tmp_path}/nobody", next_percent=99)
         for number in range(3):
             await door.ask(headers={"x-request-id": f"call-{number}"})
         assert len(old.got) == 3
 
 
-async def test_a_response_that_is_stored_stays_at_the_old_deployment(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.deployment() as old:
+async def test_a_response_that_is_stored_stays_at_the_old_deployment(
+    door: Site, tmp_path: Path
+) -> None:
+    async with door.deployment() as old:
         door.ready(next_socket=f"{tmp_path}/nobody", next_percent=99)
         for number in range(5):
             await door.ask(path="/v1/responses", headers={"x-request-id": f"call-{number}"})

@@ -39,25 +39,23 @@ async def send(door: Site, method: str, path: str, body: Any = None, **more: Any
 @pytest.mark.parametrize("before", ["", "/models/count"])
 @pytest.mark.parametrize(("method", "path"), CLOSED)
 async def test_a_route_that_is_not_in_the_table_is_404_and_starts_nothing(
-    tmp_path: Path, method: str, path: str, before: str
+    door: Site, method: str, path: str, before: str
 ) -> None:
-    async with site(tmp_path) as door:
-        door.tell(ModelRoute(name="count", state="cold"))
-        answer = await send(door, method, before + path, {"model": "count"})
-        assert door.wanted == []
+    door.tell(ModelRoute(name="count", state="cold"))
+    answer = await send(door, method, before + path, {"model": "count"})
+    assert door.wanted == []
     assert answer.status_code == 404
     assert error_of(answer)["code"] == "not_found"
 
 
 @pytest.mark.parametrize("before", ["", "/models/count"])
 async def test_another_method_of_a_route_is_405_with_those_that_there_are(
-    tmp_path: Path, before: str
+    door: Site, before: str
 ) -> None:
-    async with site(tmp_path) as door:
-        door.tell(ModelRoute(name="count", state="cold"))
-        answer = await send(door, "GET", f"{before}/v1/chat/completions")
-        listing = await send(door, "POST", f"{before}/v1/models", {"model": "count"})
-        assert door.wanted == []
+    door.tell(ModelRoute(name="count", state="cold"))
+    answer = await send(door, "GET", f"{before}/v1/chat/completions")
+    listing = await send(door, "POST", f"{before}/v1/models", {"model": "count"})
+    assert door.wanted == []
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     path = f"{before}/v1/chat/completions"
     assert error_of(answer)["message"] == f"'{path}' takes POST, not GET"
@@ -75,9 +73,9 @@ ASKED = [one for one in CLIENT_ROUTES if one.model != "answer"]
 
 @pytest.mark.parametrize("route", ASKED, ids=lambda one: one.path)
 async def test_a_route_of_the_table_reaches_a_running_model_however_its_path_is_written(
-    tmp_path: Path, route: ClientRoute
+    door: Site, route: ClientRoute
 ) -> None:
-    async with site(tmp_path) as door, door.deployment() as there, door.client() as client:
+    async with door.deployment() as there, door.client() as client:
         plain = await client.request(route.method, route.path, **_form(route))
         named = await client.request(route.method, f"/models/count{route.path}", **_form(route))
         ended = await client.request(route.method, f"{route.path}/", **_form(route))
@@ -86,19 +84,18 @@ async def test_a_route_of_the_table_reaches_a_running_model_however_its_path_is_
 
 
 @pytest.mark.parametrize("route", [one for one in ASKED if not one.works], ids=lambda one: one.path)
-async def test_what_no_engine_works_for_starts_no_model(tmp_path: Path, route: ClientRoute) -> None:
-    async with site(tmp_path) as door:
-        door.tell(ModelRoute(name="count", state="cold"))
-        answer = await send(door, "POST", route.path, {"model": "count", "prompt": "hi"})
-        demands = door.door.demands()
-        assert door.wanted == []
+async def test_what_no_engine_works_for_starts_no_model(door: Site, route: ClientRoute) -> None:
+    door.tell(ModelRoute(name="count", state="cold"))
+    answer = await send(door, "POST", route.path, {"model": "count", "prompt": "hi"})
+    demands = door.door.demands()
+    assert door.wanted == []
     assert answer.status_code == 503
     assert "a request that its engine works for starts it" in error_of(answer)["message"]
     assert demands == ()
 
 
-async def test_what_no_engine_works_for_keeps_no_model_up(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.deployment():
+async def test_what_no_engine_works_for_keeps_no_model_up(door: Site) -> None:
+    async with door.deployment():
         answer = await send(door, "POST", "/tokenize", {"model": "count", "prompt": "hi"})
         demands = door.door.demands()
     assert answer.status_code == 200
@@ -108,33 +105,27 @@ async def test_what_no_engine_works_for_keeps_no_model_up(tmp_path: Path) -> Non
 # -- what a path names
 
 
-async def test_a_path_that_names_an_adapter_means_it_whatever_the_body_says(tmp_path: Path) -> None:
+async def test_a_path_that_names_an_adapter_means_it_whatever_the_body_says(door: Site) -> None:
     bodies: list[Any] = [{}, {"model": "count"}, {"model": None}, {"model": "one"}]
-    async with site(tmp_path) as door, door.deployment(adapters=("one", "two")) as there:
+    async with door.deployment(adapters=("one", "two")) as there:
         for body in bodies:
             await send(door, "POST", "/models/one/v1/chat/completions", body)
     assert [one.fields["model"] for one in there.got] == ["one"] * len(bodies)
 
 
-async def test_a_path_that_names_an_adapter_means_it_for_a_form_too(tmp_path: Path) -> None:
+async def test_a_path_that_names_an_adapter_means_it_for_a_form_too(door: Site) -> None:
     file = {"file": ("a.wav", b"RIFF")}
     forms: list[Any] = [{"files": file}, {"files": file, "data": {"model": "count"}}]
-    async with (
-        site(tmp_path) as door,
-        door.deployment(adapters=("one",)) as there,
-        door.client() as client,
-    ):
+    async with door.deployment(adapters=("one",)) as there, door.client() as client:
         for form in forms:
             await client.post("/models/one/v1/audio/transcriptions", **form)
     assert [one.body.count(b'name="model"\r\n\r\none\r\n') for one in there.got] == [1, 1]
     assert [one.body.count(b'name="model"') for one in there.got] == [1, 1]
 
 
-async def test_a_key_for_an_adapter_gets_the_adapter_and_nothing_of_its_model(
-    tmp_path: Path,
-) -> None:
-    given, grant = key(models=("one",))
-    async with site(tmp_path, grant) as door, door.deployment(adapters=("one", "two")) as there:
+async def test_a_key_for_an_adapter_gets_the_adapter_and_nothing_of_its_model(door: Site) -> None:
+    given, _ = door.add_key(models=("one",))
+    async with door.deployment(adapters=("one", "two")) as there:
         path = "v1/chat/completions"
         allowed = await send(door, "POST", f"/models/one/{path}", {"model": "count"}, given=given)
         denied = await send(door, "POST", f"/models/count/{path}", {"model": "one"}, given=given)
@@ -142,9 +133,9 @@ async def test_a_key_for_an_adapter_gets_the_adapter_and_nothing_of_its_model(
     assert [one.fields["model"] for one in there.got] == ["one"]
 
 
-async def test_the_list_of_a_path_that_names_a_model_is_that_model(tmp_path: Path) -> None:
-    given, grant = key(models=("one",))
-    async with site(tmp_path, grant) as door, door.deployment(adapters=("one", "two")) as there:
+async def test_the_list_of_a_path_that_names_a_model_is_that_model(door: Site) -> None:
+    given, _ = door.add_key(models=("one",))
+    async with door.deployment(adapters=("one", "two")) as there:
         asks = {
             path: await send(door, "GET", path, given=given)
             for path in (
@@ -170,13 +161,13 @@ async def test_the_list_of_a_path_that_names_a_model_is_that_model(tmp_path: Pat
     ],
 )  # fmt: skip
 async def test_a_form_is_refused_unless_its_type_has_exactly_one_boundary(
-    tmp_path: Path, kind: str
+    door: Site, kind: str
 ) -> None:
     one, two = (
         b'--%s\r\nContent-Disposition: form-data; name="model"\r\n\r\n%s\r\n--%s--\r\n' % words
         for words in ((b"a", b"count", b"a"), (b"b", b"secret", b"b"))
     )
-    async with site(tmp_path) as door, door.deployment() as there:
+    async with door.deployment() as there:
         door.ready("secret")
         path = "/v1/audio/transcriptions"
         answer = await door.ask(one + two, path, headers={"content-type": kind})
@@ -196,19 +187,19 @@ async def test_a_form_is_refused_unless_its_type_has_exactly_one_boundary(
     ],
 )  # fmt: skip
 async def test_a_form_whose_model_can_be_read_in_two_ways_is_refused(
-    tmp_path: Path, part: bytes
+    door: Site, part: bytes
 ) -> None:
     body = b"--b\r\n" + part + b"\r\n--b--\r\n"
-    async with site(tmp_path) as door, door.deployment() as there:
+    async with door.deployment() as there:
         path, kind = "/v1/audio/transcriptions", "multipart/form-data; boundary=b"
         answer = await door.ask(body, path, headers={"content-type": kind})
     assert answer.status_code == 400
     assert there.got == []
 
 
-async def test_a_form_of_ten_thousand_parts_is_refused_at_once(tmp_path: Path) -> None:
+async def test_a_form_of_ten_thousand_parts_is_refused_at_once(door: Site) -> None:
     part = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n1\r\n'
-    async with site(tmp_path) as door, door.deployment() as there:
+    async with door.deployment() as there:
         path, kind = "/v1/audio/transcriptions", "multipart/form-data; boundary=b"
         answer = await door.ask(part * 10_000 + b"--b--\r\n", path, headers={"content-type": kind})
     assert error_of(answer)["message"] == "the form has more than 1000 parts"
@@ -217,18 +208,17 @@ async def test_a_form_of_ten_thousand_parts_is_refused_at_once(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["org/Qwen3-0.6B", "Org/Name-1.5B:tag", "a/b/C"])
 async def test_a_path_may_name_a_model_whose_name_has_slashes_and_capitals(
-    tmp_path: Path, name: str
+    door: Site, tmp_path: Path, name: str
 ) -> None:
-    async with site(tmp_path) as door:
-        there = Deployment(f"{tmp_path}/socket")
-        await there.open()
-        door.tell(ModelRoute(name=name, state="ready", socket=there.path))
-        for path in ("/v1/chat/completions", "/v1/rerank", "/inference/v1/generate", "/tokenize"):
-            await send(door, "POST", f"/models/{name}{path}", {"model": "other"})
-        rows = (await send(door, "GET", f"/models/{name}/v1/models")).json()["data"]
-        row = (await send(door, "GET", f"/v1/models/{name}")).json()
-        other = await send(door, "POST", f"/models/{name.lower()}/v1/completions", {})
-        await there.close()
+    there = Deployment(f"{tmp_path}/socket")
+    await there.open()
+    door.tell(ModelRoute(name=name, state="ready", socket=there.path))
+    for path in ("/v1/chat/completions", "/v1/rerank", "/inference/v1/generate", "/tokenize"):
+        await send(door, "POST", f"/models/{name}{path}", {"model": "other"})
+    rows = (await send(door, "GET", f"/models/{name}/v1/models")).json()["data"]
+    row = (await send(door, "GET", f"/v1/models/{name}")).json()
+    other = await send(door, "POST", f"/models/{name.lower()}/v1/completions", {})
+    await there.close()
     assert [one.fields["model"] for one in there.got] == [name] * 4
     assert [one["id"] for one in (*rows, row)] == [name] * 2
     assert other.status_code == 404

@@ -163,59 +163,59 @@ async def test_a_client_that_does_not_read_stops_its_deployment(
 
 
 async def test_a_stream_whose_deployment_dies_between_two_events_ends_with_an_error(
-    tmp_path: Path,
+    door: Site,
 ) -> None:
     async def dies(got: Got) -> None:
         got.events()
         got.chunk()
 
-    async with site(tmp_path) as door, door.deployment(dies):
+    async with door.deployment(dies):
         content = await streamed(door)
     assert content.startswith(EVENT + b'data: {"error":{"message":"the model\'s deployment ended')
     assert content.endswith(b"\n\ndata: [DONE]\n\n")
 
 
-async def test_a_stream_of_messages_ends_with_an_error_of_their_kind(tmp_path: Path) -> None:
+async def test_a_stream_of_messages_ends_with_an_error_of_their_kind(door: Site) -> None:
     async def dies(got: Got) -> None:
         got.events()
 
-    async with site(tmp_path) as door, door.deployment(dies):
+    async with door.deployment(dies):
         content = await streamed(door, "/v1/messages")
     assert content.startswith(b'event: error\ndata: {"type":"error","error":{"type":"api_error",')
 
 
 @pytest.mark.parametrize("part", [b"20\r\ndata: {", b"5", b"0\r\n"])
 async def test_a_stream_that_breaks_within_an_event_breaks_for_the_client(
-    tmp_path: Path, part: bytes
+    door: Site, part: bytes
 ) -> None:
     async def dies(got: Got) -> None:
         got.events()
         got.chunk()
         got.writer.write(part)
 
-    async with site(tmp_path) as door, door.deployment(dies):
+    async with door.deployment(dies):
         with pytest.raises(httpx.RemoteProtocolError):
             await streamed(door)
 
 
-async def test_an_answer_that_is_too_short_breaks_for_the_client(tmp_path: Path) -> None:
+async def test_an_answer_that_is_too_short_breaks_for_the_client(door: Site) -> None:
     async def dies(got: Got) -> None:
         got.head("content-type: application/json", "content-length: 100")
         got.writer.write(b"{")
 
-    async with site(tmp_path) as door, door.deployment(dies):
+    async with door.deployment(dies):
         with pytest.raises(httpx.RemoteProtocolError):
             await door.ask()
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\n", b"SSH-2.0\r\n\r\n"])
 async def test_a_deployment_that_breaks_off_before_its_answer_is_said_to(
-    tmp_path: Path, said: bytes
+    door: Site, said: bytes
 ) -> None:
     async def breaks_off(got: Got) -> None:
         got.writer.write(said)
 
-    async with site(tmp_path) as door, door.deployment(breaks_off) as there:
+    async with door.deployment(breaks_off) as there:
         answer = await door.ask()
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "deployment_ended"
@@ -262,8 +262,8 @@ async def test_a_slow_answer_of_a_deployment_that_is_replaced_is_waited_for(
 # -- revoked keys
 
 
-async def test_a_stream_of_a_key_that_is_revoked_ends_and_others_go_on(tmp_path: Path) -> None:
-    given, grant = key()
+async def test_a_stream_of_a_key_that_is_revoked_ends_and_others_go_on(door: Site) -> None:
+    given, grant = door.add_key()
     go_on = asyncio.Event()
 
     async def waits(got: Got) -> None:
@@ -273,7 +273,7 @@ async def test_a_stream_of_a_key_that_is_revoked_ends_and_others_go_on(tmp_path:
         got.chunk()
         got.last()
 
-    async with site(tmp_path, grant) as door, door.deployment(waits) as there:
+    async with door.deployment(waits) as there:
         other = asyncio.create_task(streamed(door))
         async with (
             door.client(given) as client,
@@ -289,9 +289,9 @@ async def test_a_stream_of_a_key_that_is_revoked_ends_and_others_go_on(tmp_path:
     assert there.left == 1
 
 
-async def test_a_stream_ends_when_its_key_expires(tmp_path: Path) -> None:
-    given, grant = key(expires=time.time() + 1.0)
-    async with site(tmp_path, grant) as door, door.deployment(begins):
+async def test_a_stream_ends_when_its_key_expires(door: Site) -> None:
+    given, _ = door.add_key(expires=time.time() + 1.0)
+    async with door.deployment(begins):
         said = (await door.ask(STREAM, given=given)).content
     assert said.startswith(EVENT)
     assert b"the API key has expired" in said
@@ -321,11 +321,10 @@ async def test_a_stream_ends_when_its_key_expires_though_the_clock_goes_back_an_
     assert b"the API key has expired" in said
 
 
-async def test_a_call_that_waits_ends_when_its_key_is_revoked(tmp_path: Path) -> None:
-    given, grant = key()
-    async with site(tmp_path, grant) as door:
-        door.tell(ModelRoute(name="count", state="cold"))
-        call = asyncio.create_task(door.ask(given=given))
-        await until(lambda: door.door.hold.waiting("count"))
-        door.door.apply(KeyUpdates(version=9, removed=(grant.prefix,)))
-        assert (await call).status_code == 401
+async def test_a_call_that_waits_ends_when_its_key_is_revoked(door: Site) -> None:
+    given, grant = door.add_key()
+    door.tell(ModelRoute(name="count", state="cold"))
+    call = asyncio.create_task(door.ask(given=given))
+    await until(lambda: door.door.hold.waiting("count"))
+    door.door.apply(KeyUpdates(version=9, removed=(grant.prefix,)))
+    assert (await call).status_code == 401

@@ -27,7 +27,7 @@ from kvmig.proxy.app import ProxyApp
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import ModelDirectory
-from kvmig.proxy.messages import FleetSnapshot, ModelRoute, RouteChanges
+from kvmig.proxy.messages import FleetSnapshot, KeyUpdates, ModelRoute, RouteChanges
 from kvmig.tracing.calls import CallTracer
 from tests.support.certificates import Authority
 
@@ -165,6 +165,13 @@ class Site:
     def tell(self, *routes: ModelRoute, removed: tuple[str, ...] = ()) -> None:
         version = self.door.directory.version + 1
         self.door.apply(RouteChanges(version=version, changed=routes, removed=removed))
+
+    def add_key(self, user: AccountLimits | None = None, **terms: Any) -> tuple[str, KeyGrant]:
+        """A new key, as of `key`, which the door knows from now on."""
+        given, grant = key(user, **terms)
+        version = self.door.directory.version + 1
+        self.door.apply(KeyUpdates(version=version, changed=(grant,)))
+        return given, grant
 
     def ready(self, name: str = "count", **more: Any) -> None:
         """The model is there, at `deployment`."""
