@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +11,22 @@ import pytest
 from kvmig.sources.fetch import SourceFetch
 from kvmig.sources.fetcher import reported
 from kvmig.sources.file_list import FileList, SourceFailure
-from kvmig.sources.files_folder import FilesFolder
-from kvmig.sources.heads import HeadsFetch
 from kvmig.sources.messages import (
     FetchFailed,
-    FetchHeads,
     FetchListed,
     FetchProgress,
     FetchReport,
     FetchWhole,
-    report_of,
 )
 from kvmig.sources.origins import FilesOrigin, origin_of
 from kvmig.sources.source import parse_source
+from tests.support.fetching import (
+    KEPT,
+    WEIGHTS,
+    FolderFetching,
+    follow_reports,
+    start_fetcher,
+)
 from tests.support.gguf_files import LLAMA, gguf_file
 from tests.support.model_hub import small_model
 
@@ -36,9 +36,7 @@ pytest.importorskip("moto", reason="there is no S3 server")
 from kvmig.sources import bucket
 from tests.support.bucket_server import BUCKET, SECRET, TOKEN, BucketServer
 
-WEIGHTS = "model.safetensors"
 SOURCE = f"s3://{BUCKET}/small/"
-KEPT = ["README.md", "config.json", WEIGHTS, "tokenizer.json"]
 
 
 @pytest.fixture(scope="module")
@@ -59,52 +57,22 @@ def store(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Buc
     server.forget()
 
 
-class BucketFetching:
-    """Downloads into one folder."""
-
-    def __init__(self, root: Path) -> None:
-        self.folder = FilesFolder(root)
-        self.listed: list[FetchListed] = []
-
-    def __call__(self, text: str = SOURCE) -> FetchWhole | FetchFailed:
-        source = parse_source(text)
-        fetch = SourceFetch(source, origin_of(source), self.folder)
-        found = reported(text, lambda: fetch.run(self.listed.append))
-        assert not isinstance(found, FetchHeads)
-        return found
-
-    def whole(self, text: str = SOURCE) -> dict[str, bytes]:
-        found = self(text)
-        assert isinstance(found, FetchWhole), found
-        folder = self.folder.whole(found.folder)
-        return {
-            str(one.relative_to(folder)): one.read_bytes()
-            for one in folder.rglob("*")
-            if one.is_file() and ".kvmig" not in one.parts
-        }
-
-    def failed(self, text: str = SOURCE) -> FetchFailed:
-        found = self(text)
-        assert isinstance(found, FetchFailed), found
-        return found
-
-
 @pytest.fixture
-def fetching(store: BucketServer, tmp_path: Path) -> BucketFetching:
-    return BucketFetching(tmp_path / "files")
+def fetching(store: BucketServer, tmp_path: Path) -> FolderFetching:
+    return FolderFetching(tmp_path / "files", SOURCE)
 
 
 def test_a_folder_comes_whole_and_none_of_a_folder_with_a_longer_name(
-    fetching: BucketFetching, store: BucketServer
+    fetching: FolderFetching, store: BucketServer
 ) -> None:
     store.put("small-other", {"other.safetensors": b"other"})
-    files = fetching.whole()
+    files = fetching.files(fetching.whole())
     assert sorted(files) == KEPT
     assert all(files[one] == small_model()[one] for one in KEPT)
 
 
 def test_what_is_there_is_looked_up_and_not_downloaded_again(
-    fetching: BucketFetching, store: BucketServer
+    fetching: FolderFetching, store: BucketServer
 ) -> None:
     fetching.whole()
     sent = store.sent
@@ -113,29 +81,28 @@ def test_what_is_there_is_looked_up_and_not_downloaded_again(
 
 
 def test_empty_objects_that_mark_folders_are_no_files(
-    fetching: BucketFetching, store: BucketServer
+    fetching: FolderFetching, store: BucketServer
 ) -> None:
     store.put("marked", {"": b"", "pooling/": b"", "pooling/config.json": b"{}", **small_model()})
-    assert sorted(fetching.whole(f"s3://{BUCKET}/marked/")) == sorted(
-        [*KEPT, "pooling/config.json"]
-    )
+    found = fetching.files(fetching.whole(f"s3://{BUCKET}/marked/"))
+    assert sorted(found) == sorted([*KEPT, "pooling/config.json"])
 
 
 def test_a_file_that_was_stored_in_parts_comes_whole(
-    fetching: BucketFetching, store: BucketServer
+    fetching: FolderFetching, store: BucketServer
 ) -> None:
     data = os.urandom(11 << 20)
     assert store.put_in_parts(f"parts/{WEIGHTS}", data).strip('"').endswith("-3")
-    assert fetching.whole(f"s3://{BUCKET}/parts/") == {WEIGHTS: data}
+    assert fetching.files(fetching.whole(f"s3://{BUCKET}/parts/")) == {WEIGHTS: data}
 
 
 def test_a_download_that_breaks_off_goes_on_near_its_byte(
-    fetching: BucketFetching, store: BucketServer
+    fetching: FolderFetching, store: BucketServer
 ) -> None:
     data = os.urandom(4_000_000)
     store.put("cut", {WEIGHTS: data})
     store.faults.cut_after = [3_000_000, 500_000]
-    assert fetching.whole(f"s3://{BUCKET}/cut/") == {WEIGHTS: data}
+    assert fetching.files(fetching.whole(f"s3://{BUCKET}/cut/")) == {WEIGHTS: data}
     begins = [int(one[6:].partition("-")[0]) for one in store.downloads(f"cut/{WEIGHTS}")]
     assert begins[0] == 0
     assert begins[1] > 2_900_000
@@ -143,7 +110,7 @@ def test_a_download_that_breaks_off_goes_on_near_its_byte(
 
 
 def test_a_server_that_is_gone_for_long_leaves_what_came_and_the_next_try_goes_on(
-    fetching: BucketFetching, store: BucketServer
+    fetching: FolderFetching, store: BucketServer
 ) -> None:
     store.faults.cut_after = [100_000] * 4 + [0] * 1000
     failed = fetching.failed()
@@ -154,7 +121,7 @@ def test_a_server_that_is_gone_for_long_leaves_what_came_and_the_next_try_goes_o
 
 
 def test_an_object_that_changes_meanwhile_is_not_mixed(
-    fetching: BucketFetching, store: BucketServer
+    fetching: FolderFetching, store: BucketServer
 ) -> None:
     source = parse_source(SOURCE)
     origin = origin_of(source)
@@ -164,7 +131,7 @@ def test_an_object_that_changes_meanwhile_is_not_mixed(
     fetch = SourceFetch(source, StaleOrigin(origin, listed), fetching.folder)
     failed = reported(SOURCE, lambda: fetch.run(fetching.listed.append))
     assert failed == FetchFailed(f"{SOURCE}: {WEIGHTS} has changed while it was downloaded")
-    assert fetching.whole()[WEIGHTS] == other[WEIGHTS]
+    assert fetching.files(fetching.whole())[WEIGHTS] == other[WEIGHTS]
 
 
 class StaleOrigin:
@@ -185,16 +152,14 @@ class StaleOrigin:
     ],
 )
 def test_a_refusal_is_a_reason_without_the_keys(
-    fetching: BucketFetching, store: BucketServer, status: str, said: str, lasting: bool
+    fetching: FolderFetching, store: BucketServer, status: str, said: str, lasting: bool
 ) -> None:
     store.faults.refused = status
-    failed = fetching.failed()
-    assert said in failed.why
-    assert failed.lasting is lasting
-    assert not any(one in failed.why for one in (SECRET, TOKEN))
+    why = fetching.refused(said, lasting=lasting)
+    assert not any(one in why for one in (SECRET, TOKEN))
 
 
-def test_a_bucket_or_a_folder_that_is_not_there_is_named(fetching: BucketFetching) -> None:
+def test_a_bucket_or_a_folder_that_is_not_there_is_named(fetching: FolderFetching) -> None:
     failed = fetching.failed("s3://no-such-bucket/a/")
     assert failed == FetchFailed("s3://no-such-bucket/a/: there is no bucket no-such-bucket", True)
     failed = fetching.failed(f"s3://{BUCKET}/none/")
@@ -202,18 +167,16 @@ def test_a_bucket_or_a_folder_that_is_not_there_is_named(fetching: BucketFetchin
 
 
 def test_without_keys_the_reason_names_their_variables(
-    fetching: BucketFetching, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fetching: FolderFetching, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
-    failed = fetching.failed()
-    assert "can't be read without keys: give `kvmig up` AWS_ACCESS_KEY_ID" in failed.why
-    assert failed.lasting
+    fetching.refused("can't be read without keys: give `kvmig up` AWS_ACCESS_KEY_ID")
 
 
 def test_nobody_at_the_endpoint_is_a_reason_that_passes(
-    fetching: BucketFetching, monkeypatch: pytest.MonkeyPatch
+    fetching: FolderFetching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:a-password@127.0.0.1:9")
     said = "its server can't be reached, or breaks off (EndpointConnectionError)"
@@ -221,25 +184,24 @@ def test_nobody_at_the_endpoint_is_a_reason_that_passes(
 
 
 def test_a_list_ends_where_a_model_is_too_large(
-    fetching: BucketFetching, store: BucketServer, monkeypatch: pytest.MonkeyPatch
+    fetching: FolderFetching, store: BucketServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket, "MOST_FILES", 3)
     assert "has 4 files or more, fewer are fetched" in fetching.failed().why
 
 
-def test_heads_are_read_by_ranges(fetching: BucketFetching, store: BucketServer) -> None:
+def test_heads_are_read_by_ranges(fetching: FolderFetching, store: BucketServer) -> None:
     whole = gguf_file(LLAMA, 6_000_000)
     store.put("gguf", {"tiny.gguf": whole})
     store.forget()
-    source = parse_source(f"s3://{BUCKET}/gguf/")
-    found = HeadsFetch(source, origin_of(source), fetching.folder).run()
+    found = fetching.heads(f"s3://{BUCKET}/gguf/").run()
     assert Path(found.folder, "tiny.gguf").stat().st_size == len(whole)
     assert all(one.startswith("bytes=") for one in store.downloads("tiny.gguf"))
     assert store.sent < 3_000_000
 
 
 def test_heads_of_an_object_that_changes_meanwhile_are_refused(
-    fetching: BucketFetching, store: BucketServer
+    fetching: FolderFetching, store: BucketServer
 ) -> None:
     source = parse_source(SOURCE)
     origin = origin_of(source)
@@ -250,19 +212,24 @@ def test_heads_of_an_object_that_changes_meanwhile_are_refused(
         origin.read(file, 0, 8, listed)
 
 
+def is_half_way(report: FetchReport) -> bool:
+    return isinstance(report, FetchProgress) and report.done > 500_000
+
+
 @pytest.mark.long
 def test_a_fetcher_that_is_killed_amid_a_slow_download_is_gone_on_with_and_says_no_key(
     store: BucketServer, tmp_path: Path
 ) -> None:
     store.put("slow", {WEIGHTS: os.urandom(1_000_000)})
     store.faults.hold_after = 700_000
-    first = started(f"s3://{BUCKET}/slow/", tmp_path)
-    reports = followed(first, lambda one: isinstance(one, FetchProgress) and one.done > 500_000)
+    launch = {"source": f"s3://{BUCKET}/slow/", "root": str(tmp_path)}
+    first = start_fetcher(launch)
+    reports = follow_reports(first, is_half_way)
     first.kill()
     said = [*first.communicate(timeout=20)]
     store.forget()
-    second = started(f"s3://{BUCKET}/slow/", tmp_path)
-    reports += followed(second, lambda one: isinstance(one, FetchWhole | FetchFailed))
+    second = start_fetcher(launch)
+    reports += follow_reports(second, lambda one: isinstance(one, FetchWhole | FetchFailed))
     said += second.communicate(timeout=20)
     assert isinstance(reports[-1], FetchWhole), reports[-1]
     assert any(isinstance(one, FetchListed) and one.done > 500_000 for one in reports)
@@ -271,29 +238,3 @@ def test_a_fetcher_that_is_killed_amid_a_slow_download_is_gone_on_with_and_says_
     written = [one.read_bytes() for one in tmp_path.rglob("*.json")]
     every = b"".join([*said, *written, repr(reports).encode()])
     assert not any(one.encode() in every for one in (SECRET, TOKEN))
-
-
-def started(source: str, root: Path) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen(
-        [sys.executable, "-m", "kvmig.sources.fetcher"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert child.stdin is not None
-    child.stdin.write(json.dumps({"source": source, "root": str(root)}).encode() + b"\n\n")
-    child.stdin.flush()
-    return child
-
-
-def followed(
-    child: subprocess.Popen[bytes], enough: Callable[[FetchReport], bool]
-) -> list[FetchReport]:
-    """Reports up to the first one that is enough."""
-    assert child.stdout is not None
-    found: list[FetchReport] = []
-    for line in child.stdout:
-        found.append(report_of(line))
-        if enough(found[-1]):
-            break
-    return found

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,33 +22,33 @@ from kvmig.fleet.gguf_sizes import gguf_sizes
 from kvmig.sources import file_list, hub
 from kvmig.sources.digested_file import DigestedFile, open_digested
 from kvmig.sources.downloads import read_rest
-from kvmig.sources.fetch import SourceFetch
 from kvmig.sources.fetcher import hide, plain, reported, secrets_of
 from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, checked_list, chosen
-from kvmig.sources.files_folder import COMING, FilesFolder
-from kvmig.sources.heads import HeadsFetch
+from kvmig.sources.files_folder import COMING
 from kvmig.sources.messages import (
     FetchFailed,
-    FetchHeads,
     FetchLaunch,
     FetchListed,
     FetchProgress,
-    FetchReport,
     FetchWhole,
-    report_of,
 )
 from kvmig.sources.origins import check_installed, origin_of
 from kvmig.sources.source import parse_source
 from kvmig.sources.web import links_below
+from tests.support.fetching import (
+    KEPT,
+    WEIGHTS,
+    FolderFetching,
+    follow_reports,
+    start_fetcher,
+)
 from tests.support.gguf_files import LLAMA, gguf_file
 from tests.support.model_hub import TOKEN, ModelHub, small_model
 
 NAME = "org/small"
 SOURCE = f"hf:{NAME}"
-WEIGHTS = "model.safetensors"
 LARGE = 4_000_000
 """More than three pieces of the client's."""
-KEPT = ["README.md", "config.json", WEIGHTS, "tokenizer.json"]
 
 
 @pytest.fixture
@@ -64,53 +64,33 @@ def model_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
         yield made
 
 
-class Fetching:
-    """Downloads into one folder."""
+class HubFetching(FolderFetching):
+    """Downloads from the hub."""
 
     def __init__(self, hub: ModelHub, root: Path) -> None:
+        super().__init__(root, SOURCE, hub.url)
         self.hub = hub
-        self.folder = FilesFolder(root)
-        self.listed: list[FetchListed] = []
 
-    def __call__(self, text: str = SOURCE) -> FetchWhole | FetchFailed:
-        source = parse_source(text)
-        fetch = SourceFetch(source, origin_of(source, self.hub.url), self.folder)
-        found = reported(text, lambda: fetch.run(self.listed.append))
-        assert not isinstance(found, FetchHeads)
-        return found
-
-    def whole(self, text: str = SOURCE) -> FetchWhole:
-        found = self(text)
-        assert isinstance(found, FetchWhole), found
-        return found
-
-    def failed(self, text: str = SOURCE) -> FetchFailed:
-        found = self(text)
-        assert isinstance(found, FetchFailed), found
-        assert (
-            not any((self.folder.root / "whole").iterdir()) if self.folder.root.exists() else True
-        )
+    def failed(self, text: str = "") -> FetchFailed:
+        found = super().failed(text)
+        whole = self.folder.root / "whole"
+        assert not whole.exists() or not any(whole.iterdir())
         return found
 
     def names(self, found: FetchWhole) -> list[str]:
-        folder = self.folder.whole(found.folder)
-        return sorted(
-            str(one.relative_to(folder))
-            for one in folder.rglob("*")
-            if one.is_file() and ".kvmig" not in one.parts
-        )
+        return sorted(self.files(found))
 
 
 @pytest.fixture
-def fetching(model_hub: ModelHub, tmp_path: Path) -> Fetching:
-    return Fetching(model_hub, tmp_path / "files")
+def fetching(model_hub: ModelHub, tmp_path: Path) -> HubFetching:
+    return HubFetching(model_hub, tmp_path / "files")
 
 
 # -- what is fetched
 
 
 def test_a_model_comes_whole_with_its_commit_and_without_files_for_other_programs(
-    fetching: Fetching,
+    fetching: HubFetching,
 ) -> None:
     found = fetching.whole()
     folder = fetching.folder.whole(found.folder)
@@ -125,13 +105,13 @@ def test_a_model_comes_whole_with_its_commit_and_without_files_for_other_program
     }
 
 
-def test_a_model_that_is_there_is_looked_up_and_not_downloaded_again(fetching: Fetching) -> None:
+def test_a_model_that_is_there_is_looked_up_and_not_downloaded_again(fetching: HubFetching) -> None:
     first, sent = fetching.whole(), fetching.hub.sent
     assert fetching.whole() == first
     assert fetching.hub.sent == sent
 
 
-def test_a_new_commit_has_a_folder_of_its_own_and_the_old_one_stays(fetching: Fetching) -> None:
+def test_a_new_commit_has_a_folder_of_its_own_and_the_old_one_stays(fetching: HubFetching) -> None:
     first = fetching.whole()
     fetching.hub.models[NAME].commit({**small_model(), "config.json": b"{}"})
     second = fetching.whole()
@@ -139,7 +119,7 @@ def test_a_new_commit_has_a_folder_of_its_own_and_the_old_one_stays(fetching: Fe
     assert fetching.whole(f"{SOURCE}@{first.revision}").folder == first.folder
 
 
-def test_a_mirror_whose_lists_have_no_sizes_is_asked_for_each_file(fetching: Fetching) -> None:
+def test_a_mirror_whose_lists_have_no_sizes_is_asked_for_each_file(fetching: HubFetching) -> None:
     fetching.hub.faults.no_sizes = True
     assert fetching.names(fetching.whole()) == KEPT
     assert ("HEAD", f"/{NAME}/resolve/{fetching.hub.models[NAME].newest}/{WEIGHTS}", "") in (
@@ -147,13 +127,13 @@ def test_a_mirror_whose_lists_have_no_sizes_is_asked_for_each_file(fetching: Fet
     )
 
 
-def test_a_web_servers_folder_is_followed_by_its_links(fetching: Fetching) -> None:
+def test_a_web_servers_folder_is_followed_by_its_links(fetching: HubFetching) -> None:
     fetching.hub.add("plain", {**small_model(), "pooling/config.json": b"{}"})
     found = fetching.whole(f"{fetching.hub.url}/web/plain/")
     assert fetching.names(found) == [*KEPT[:2], WEIGHTS, "pooling/config.json", "tokenizer.json"]
 
 
-def test_one_file_of_a_web_server_is_a_model(fetching: Fetching) -> None:
+def test_one_file_of_a_web_server_is_a_model(fetching: HubFetching) -> None:
     fetching.hub.add("plain", {"tiny.gguf": b"GGUF" * 100})
     assert fetching.names(fetching.whole(f"{fetching.hub.url}/web/plain/tiny.gguf")) == [
         "tiny.gguf"
@@ -202,7 +182,7 @@ def test_a_fetcher_cannot_take_more_memory_than_is_meant_for_it() -> None:
 
 @pytest.mark.parametrize("most", [3000, 3])
 def test_a_model_of_modelscope_comes_by_its_packages_list_if_that_is_whole(
-    fetching: Fetching, monkeypatch: pytest.MonkeyPatch, most: int
+    fetching: HubFetching, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """The package is not installed here: this one has of it what is used."""
     files = small_model()
@@ -255,14 +235,14 @@ def test_a_source_whose_package_is_missing_is_refused_by_name(
 # -- what goes wrong
 
 
-def test_a_download_that_breaks_off_goes_on_at_its_byte(fetching: Fetching) -> None:
+def test_a_download_that_breaks_off_goes_on_at_its_byte(fetching: HubFetching) -> None:
     fetching.hub.faults.cut_after = {WEIGHTS: [100_000, 50_000]}
     fetching.whole()
     assert fetching.hub.downloads(WEIGHTS) == ["", "bytes=98304-", "bytes=147456-"]
 
 
 def test_a_hub_that_is_gone_for_long_leaves_what_came_and_the_next_try_goes_on(
-    fetching: Fetching,
+    fetching: HubFetching,
 ) -> None:
     fetching.hub.faults.cut_after = {WEIGHTS: [100_000] + [0] * 20}
     failed = fetching.failed()
@@ -278,20 +258,18 @@ def test_a_hub_that_is_gone_for_long_leaves_what_came_and_the_next_try_goes_on(
 
 
 def test_wrong_bytes_are_dropped_with_a_reason_and_never_become_a_model(
-    fetching: Fetching,
+    fetching: HubFetching,
 ) -> None:
     right = small_model()[WEIGHTS]
     fetching.hub.faults.other_bytes = {WEIGHTS: b"x" * len(right)}
-    failed = fetching.failed()
-    assert f"{SOURCE}: {WEIGHTS} is not what its source lists" in failed.why
-    assert failed.lasting
+    fetching.refused(f"{SOURCE}: {WEIGHTS} is not what its source lists")
     fetching.hub.faults.other_bytes = {}
     fetching.whole()
     assert fetching.hub.downloads(WEIGHTS)[-1] == ""
 
 
 def test_what_was_begun_and_changed_on_the_disk_is_found_by_its_digest(
-    fetching: Fetching,
+    fetching: HubFetching,
 ) -> None:
     fetching.hub.faults.cut_after = {WEIGHTS: [100_000] + [0] * 20}
     fetching.failed()
@@ -306,13 +284,11 @@ def test_what_was_begun_and_changed_on_the_disk_is_found_by_its_digest(
 
 
 def test_a_gated_model_says_what_to_do_and_comes_with_a_token(
-    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+    fetching: HubFetching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetching.hub.models[NAME].gated = True
-    failed = fetching.failed()
-    assert "hf:org/small is gated, and there is no token: accept its terms at" in failed.why
-    assert "HF_TOKEN" in failed.why
-    assert failed.lasting
+    said = "hf:org/small is gated, and there is no token: accept its terms at"
+    assert "HF_TOKEN" in fetching.refused(said)
     monkeypatch.setattr(hub, "get_token", lambda: TOKEN)
     fetching.whole()
     assert fetching.hub.leaked == 0, "the token went to another origin"
@@ -332,47 +308,41 @@ def test_a_token_stands_in_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_model_or_revision_that_is_not_there_is_named(
-    fetching: Fetching, source: str, said: str
+    fetching: HubFetching, source: str, said: str
 ) -> None:
-    failed = fetching.failed(source)
-    assert said in failed.why
-    assert failed.lasting
+    fetching.refused(said, source)
 
 
-def test_a_hub_that_is_too_busy_is_tried_again_later(fetching: Fetching) -> None:
+def test_a_hub_that_is_too_busy_is_tried_again_later(fetching: HubFetching) -> None:
     fetching.hub.faults.statuses = [429]
-    failed = fetching.failed()
-    assert "answered 429 Too Many Requests" in failed.why
-    assert not failed.lasting
+    fetching.refused("answered 429 Too Many Requests", lasting=False)
     fetching.whole()
 
 
-def test_a_busy_hub_in_the_middle_is_asked_again_at_once(fetching: Fetching) -> None:
+def test_a_busy_hub_in_the_middle_is_asked_again_at_once(fetching: HubFetching) -> None:
     fetching.hub.faults.statuses = [200, 200, 429]
     fetching.whole()
 
 
-def test_redirects_that_lead_nowhere_end(fetching: Fetching) -> None:
+def test_redirects_that_lead_nowhere_end(fetching: HubFetching) -> None:
     fetching.hub.faults.loops = True
     assert "TooManyRedirects" in fetching.failed().why
 
 
-def test_nobody_at_the_hubs_address_is_a_reason(fetching: Fetching) -> None:
-    fetching.hub.url = "http://127.0.0.1:9"
-    failed = fetching.failed()
-    assert "ConnectError" in failed.why
-    assert not failed.lasting
+def test_nobody_at_the_hubs_address_is_a_reason(fetching: HubFetching) -> None:
+    fetching.hub_url = "http://127.0.0.1:9"
+    fetching.refused("ConnectError", lasting=False)
 
 
 def test_without_the_network_by_choice_the_reason_says_so(
-    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+    fetching: HubFetching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in fetching.failed().why
 
 
 def test_a_disk_that_fills_up_in_the_middle_keeps_what_came(
-    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+    fetching: HubFetching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = DigestedFile.write
 
@@ -409,7 +379,7 @@ def test_a_disk_that_takes_a_part_of_a_piece_gets_the_rest_and_each_byte_is_hash
 
 @pytest.mark.parametrize("no_tags", [False, True])
 def test_a_file_that_changes_at_a_web_server_meanwhile_is_not_mixed(
-    fetching: Fetching, no_tags: bool
+    fetching: HubFetching, no_tags: bool
 ) -> None:
     plain = fetching.hub.add("plain", small_model())
     source = f"{fetching.hub.url}/web/plain/"
@@ -436,7 +406,7 @@ def test_a_file_of_more_than_50_gb_is_asked_for(model_hub: ModelHub, tmp_path: P
 
 
 def test_a_file_that_is_longer_than_listed_takes_no_more_room_than_listed(
-    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+    fetching: HubFetching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
     write = DigestedFile.write
@@ -449,13 +419,11 @@ def test_a_file_that_is_longer_than_listed_takes_no_more_room_than_listed(
     monkeypatch.setattr(DigestedFile, "write", recorded)
     right = small_model()[WEIGHTS]
     fetching.hub.faults.other_bytes = {WEIGHTS: right + bytes(3_000_000)}
-    failed = fetching.failed()
-    assert f"{WEIGHTS} is not what its source lists: more than {len(right)} bytes" in failed.why
-    assert failed.lasting
+    fetching.refused(f"{WEIGHTS} is not what its source lists: more than {len(right)} bytes")
     assert max(sizes) <= len(right)
 
 
-def test_a_whole_folder_that_has_lost_a_file_is_fetched_again(fetching: Fetching) -> None:
+def test_a_whole_folder_that_has_lost_a_file_is_fetched_again(fetching: HubFetching) -> None:
     first = fetching.whole()
     (fetching.folder.whole(first.folder) / "config.json").unlink()
     assert fetching.whole() == first
@@ -467,19 +435,17 @@ def test_a_reason_is_one_line_that_a_terminal_can_show() -> None:
 
 
 @pytest.mark.parametrize("place", ["hub", "web"])
-def test_a_redirect_to_what_has_no_tls_is_refused(fetching: Fetching, place: str) -> None:
+def test_a_redirect_to_what_has_no_tls_is_refused(fetching: HubFetching, place: str) -> None:
     fetching.hub.add("plain", small_model())
     fetching.hub.faults.leads_to = "http://169.254.169.254/latest/meta-data/?secret"
     source = SOURCE if place == "hub" else f"{fetching.hub.url}/web/plain/"
-    failed = fetching.failed(source)
-    assert "leads to http://169.254.169.254, which is refused: without TLS" in failed.why
-    assert "secret" not in failed.why
-    assert failed.lasting
+    said = "leads to http://169.254.169.254, which is refused: without TLS"
+    assert "secret" not in fetching.refused(said, source)
 
 
 @pytest.mark.parametrize("place", ["hub", "web"])
 def test_a_redirect_by_tls_from_a_public_server_into_this_network_is_refused(
-    fetching: Fetching, place: str, monkeypatch: pytest.MonkeyPatch
+    fetching: HubFetching, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {"127.0.0.1": ["127.0.0.1"], "inside.example": ["10.0.0.7"]}
     monkeypatch.setattr("kvmig.sources.http_client.addresses_of", lambda host: known[host])
@@ -487,22 +453,18 @@ def test_a_redirect_by_tls_from_a_public_server_into_this_network_is_refused(
     fetching.hub.add("plain", small_model())
     fetching.hub.faults.leads_to = "https://inside.example/secrets?word"
     source = SOURCE if place == "hub" else f"{fetching.hub.url}/web/plain/"
-    failed = fetching.failed(source)
-    assert "leads to https://inside.example, which is refused: it is an address of" in failed.why
-    assert "word" not in failed.why
-    assert failed.lasting
+    said = "leads to https://inside.example, which is refused: it is an address of"
+    assert "word" not in fetching.refused(said, source)
 
 
 def test_a_list_that_does_not_end_is_refused_by_its_bytes(
-    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+    fetching: HubFetching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvmig.sources.hub.MOST_LIST_BYTES", 500)
-    failed = fetching.failed()
-    assert "answers with more than 500 bytes, which is no list of a model's files" in failed.why
-    assert failed.lasting
+    fetching.refused("answers with more than 500 bytes, which is no list of a model's files")
 
 
-def test_a_web_servers_folders_end(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_web_servers_folders_end(fetching: HubFetching, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmig.sources.web.MOST_FOLDERS", 3)
     fetching.hub.add("plain", small_model() | {f"f{at}/a.json": b"" for at in range(3)})
     assert "has more than 3 folders" in fetching.failed(f"{fetching.hub.url}/web/plain/").why
@@ -519,11 +481,10 @@ def with_header(weights: int) -> dict[str, bytes]:
     return {**small_model(), WEIGHTS: whole}
 
 
-def test_heads_have_headers_and_sizes_and_take_no_room(fetching: Fetching) -> None:
+def test_heads_have_headers_and_sizes_and_take_no_room(fetching: HubFetching) -> None:
     files = with_header(30_000_000)
     fetching.hub.add(NAME, files)
-    source = parse_source(SOURCE)
-    heads = HeadsFetch(source, origin_of(source, fetching.hub.url), fetching.folder)
+    heads = fetching.heads()
     found = heads.run()
     path = Path(found.folder, WEIGHTS)
     assert path.stat().st_size == len(files[WEIGHTS])
@@ -535,11 +496,10 @@ def test_heads_have_headers_and_sizes_and_take_no_room(fetching: Fetching) -> No
     assert heads.run() == found
 
 
-def test_heads_of_a_gguf_file_are_its_header_and_a_hole(fetching: Fetching) -> None:
+def test_heads_of_a_gguf_file_are_its_header_and_a_hole(fetching: HubFetching) -> None:
     whole = gguf_file(LLAMA, 30_000_000)
     fetching.hub.add("plain", {"tiny.gguf": whole})
-    source = parse_source(f"{fetching.hub.url}/web/plain/tiny.gguf")
-    found = HeadsFetch(source, origin_of(source), fetching.folder).run()
+    found = fetching.heads(f"{fetching.hub.url}/web/plain/tiny.gguf").run()
     path = Path(found.folder, "tiny.gguf")
     assert path.stat().st_size == len(whole)
     assert path.stat().st_blocks * 512 < 3_000_000
@@ -549,9 +509,8 @@ def test_heads_of_a_gguf_file_are_its_header_and_a_hole(fetching: Fetching) -> N
     assert fetching.hub.sent < 3_000_000
 
 
-def test_heads_of_what_is_no_safetensors_file_are_refused(fetching: Fetching) -> None:
-    source = parse_source(SOURCE)
-    heads = HeadsFetch(source, origin_of(source, fetching.hub.url), fetching.folder)
+def test_heads_of_what_is_no_safetensors_file_are_refused(fetching: HubFetching) -> None:
+    heads = fetching.heads()
     with pytest.raises(SourceFailure, match=f"{WEIGHTS} is no safetensors file: its header is"):
         heads.run()
     assert not any((fetching.folder.root / "gone").iterdir())
@@ -614,40 +573,14 @@ def test_weights_that_are_there_twice_come_once() -> None:
 
 
 def started(hub: ModelHub, root: Path, **more: str) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen(
-        [sys.executable, "-m", "kvmig.sources.fetcher"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN},
-    )
-    assert child.stdin is not None
     launch = {"source": SOURCE, "root": str(root), **more}
-    child.stdin.write(json.dumps(launch).encode() + b"\n")
-    child.stdin.flush()
-    return child
-
-
-def followed(
-    child: subprocess.Popen[bytes], enough: Callable[[FetchReport], bool]
-) -> list[FetchReport]:
-    """Reports up to the first one that is enough; it gets room."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    found: list[FetchReport] = []
-    for line in child.stdout:
-        found.append(report_of(line))
-        if isinstance(found[-1], FetchListed):
-            child.stdin.write(b"\n")
-            child.stdin.flush()
-        if enough(found[-1]):
-            break
-    return found
+    return start_fetcher(launch, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0", HF_TOKEN=TOKEN)
 
 
 def ended(child: subprocess.Popen[bytes], *, by_itself: bool = False) -> int:
     if by_itself:
         child.wait(20)
-    for pipe in (child.stdin, child.stdout):
+    for pipe in (child.stdin, child.stdout, child.stderr):
         assert pipe is not None
         pipe.close()
     return child.wait(20)
@@ -659,7 +592,7 @@ def test_a_fetcher_that_is_killed_in_the_middle_is_gone_on_with(
     model_hub.add(NAME, small_model(LARGE))
     model_hub.faults.hold_after = 3_500_000
     first = started(model_hub, tmp_path)
-    followed(first, lambda one: isinstance(one, FetchProgress) and one.done > 2_000_000)
+    follow_reports(first, lambda one: isinstance(one, FetchProgress) and one.done > 2_000_000)
     first.send_signal(signal.SIGKILL)
     assert ended(first) == -signal.SIGKILL
     assert not any((tmp_path / "whole").iterdir())
@@ -668,7 +601,7 @@ def test_a_fetcher_that_is_killed_in_the_middle_is_gone_on_with(
     model_hub.faults.held.set()
     model_hub.asked.clear()
     second = started(model_hub, tmp_path)
-    reports = followed(second, lambda one: isinstance(one, FetchWhole | FetchFailed))
+    reports = follow_reports(second, lambda one: isinstance(one, FetchWhole | FetchFailed))
     assert ended(second, by_itself=True) == 0
 
     assert isinstance(reports[-1], FetchWhole), reports[-1]
@@ -682,7 +615,7 @@ def test_a_fetcher_that_is_killed_in_the_middle_is_gone_on_with(
 def test_a_fetcher_ends_with_its_server(model_hub: ModelHub, tmp_path: Path) -> None:
     model_hub.faults.hold_after = 100_000
     child = started(model_hub, tmp_path)
-    followed(child, lambda one: isinstance(one, FetchListed))
+    follow_reports(child, lambda one: isinstance(one, FetchListed))
     assert ended(child) != 0
 
 
@@ -697,7 +630,7 @@ def test_why_a_download_failed_has_no_password_of_the_hubs_address(
 ) -> None:
     hub = model_hub.url.replace("http://", "http://me:pw@")
     child = started(model_hub, tmp_path, source="hf:org/none", endpoint=hub)
-    failed = followed(child, lambda one: isinstance(one, FetchFailed))[-1]
+    failed = follow_reports(child, lambda one: isinstance(one, FetchFailed))[-1]
     ended(child)
     assert isinstance(failed, FetchFailed)
     assert "127.0.0.1" in failed.why
