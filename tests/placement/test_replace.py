@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.order_fence import TOKEN_HEADER, OrderToken
 from kvmig.engines.toy.script import ToyScript
@@ -28,13 +29,7 @@ from kvmig.placement.executor import (
 from kvmig.placement.file import UnitPlacement, read, to_toml
 from kvmig.placement.learned import handshake_s
 from kvmig.placement.moves import PlacedLease, PlanStep
-from kvmig.placement.observed import (
-    adopted,
-    check,
-    leaving,
-    observed,
-    unfinished,
-)
+from kvmig.placement.observed import adopted, check, leaving, observed, unfinished
 from kvmig.placement.starts import tenths
 from tests.support.toys import Toys
 from tests.support.waiting import until
@@ -104,17 +99,7 @@ def test_used_bytes_are_the_used_part_of_the_quota() -> None:
 
 
 def test_in_a_unit_with_an_agent_an_instance_has_its_guarantee_and_what_it_was_lent() -> None:
-    rows = {
-        "a": [
-            row(
-                "i0",
-                "left",
-                used=25,
-                running=2,
-                shared=memory(300, 150),
-            )
-        ]
-    }
+    rows = {"a": [row("i0", "left", used=25, running=2, shared=memory(300, 150))]}
     seen = observed(placement(400, left="a", right="a"), rows)
     assert seen.leases == {("a", "left"): PlacedLease(150, 300)}
     idle = {"a": [row("i0", "left", shared=memory(64, 150))]}
@@ -384,10 +369,7 @@ class Site:
 
     def share(self, name: str, instance: str, **changed: int) -> None:
         self.rows[name] = [
-            replace(
-                one,
-                shared=replace(one.shared or memory(0, 0), **changed),
-            )
+            replace(one, shared=replace(one.shared or memory(0, 0), **changed))
             if one.id == instance
             else one
             for one in self.rows[name]
@@ -417,6 +399,16 @@ async def replacing(
     yield PlacementExecutor(target, deployments, settings, said.append)
     for one in deployments.values():
         await one.close()
+
+
+async def carried_out(
+    site: Site, target: UnitPlacement, nodes: Mapping[int, str] | None = None
+) -> list[str]:
+    """What was said on the way to the placement."""
+    said: list[str] = []
+    async with replacing(site, target, said, nodes) as it:
+        await it.run()
+    return said
 
 
 @pytest.fixture(autouse=True)
@@ -451,9 +443,8 @@ class RenewedSite(Site):
 
 
 async def test_a_placement_is_reached_though_contacts_with_deployments_begin_again() -> None:
-    site, said = RenewedSite(left="a b"), list[str]()
-    async with replacing(site, placement(left="b", right="a"), said) as it:
-        await it.run()
+    site = RenewedSite(left="a b")
+    said = await carried_out(site, placement(left="b", right="a"))
     assert site.places() == {"a": "right", "b": "left"}
     assert not [one for one in said if "the next plan follows" in one]
 
@@ -496,10 +487,9 @@ class LateSite(RenewedSite):
 
 @pytest.mark.parametrize("away", [0, 2])
 async def test_an_order_without_an_answer_is_not_done_twice(away: int) -> None:
-    site, said = LateSite(left="a b", right="b"), list[str]()
+    site = LateSite(left="a b", right="b")
     site.away = away
-    async with replacing(site, placement(left="a b", right="a b"), said) as it:
-        await it.run()
+    await carried_out(site, placement(left="a b", right="a b"))
     assert site.places() == {"a": "left right", "b": "left right"}
     assert len(site.starts) == 1
     assert site.renewals == 1
@@ -518,9 +508,8 @@ class SlowSite(Site):
 
 
 async def test_while_an_order_is_on_its_way_nothing_is_planned_again() -> None:
-    site, said = SlowSite(left="a b", right="c"), list[str]()
-    async with replacing(site, placement(left="a b", middle="a b", right="c"), said) as it:
-        await it.run()
+    site = SlowSite(left="a b", right="c")
+    await carried_out(site, placement(left="a b", middle="a b", right="c"))
     assert site.places() == {"a": "left middle", "b": "left middle", "c": "right"}
 
 
@@ -544,17 +533,15 @@ def guarantees(site: Site) -> dict[str, dict[str, int]]:
 
 
 async def test_quotas_follow_the_placement_and_shrink_before_others_grow() -> None:
-    site, said = in_units(400, left="a:300 b:100", right="a:400"), list[str]()
-    async with replacing(site, placement(400, left="a:100 b:300", right="a:400"), said) as it:
-        await it.run()
+    site = in_units(400, left="a:300 b:100", right="a:400")
+    await carried_out(site, placement(400, left="a:100 b:300", right="a:400"))
     assert site.orders == ["PATCH a i0 100", "PATCH b i1 300"]
     assert guarantees(site) == {"a": {"left": 100, "right": 400}, "b": {"left": 300}}
 
 
 async def test_where_sizes_are_mixed_an_instance_starts_with_those_of_its_place() -> None:
-    site, said = Site(u0="a"), list[str]()
-    async with replacing(site, on_gpus("a:150@0", "a:400@1,2"), said) as it:
-        await it.run()
+    site = Site(u0="a")
+    await carried_out(site, on_gpus("a:150@0", "a:400@1,2"))
     assert site.starts == [
         {
             "unit": "u1",
@@ -565,18 +552,16 @@ async def test_where_sizes_are_mixed_an_instance_starts_with_those_of_its_place(
 
 
 async def test_an_instance_starts_on_the_ray_node_of_its_unit() -> None:
-    site, said = Site(u0="a"), list[str]()
+    site = Site(u0="a")
     units = on_gpus("a@0", "a@1").units
     away = UnitPlacement([units[0], replace(units[1], node=1, gpus=[0])])
-    async with replacing(site, away, said, {0: "aa", 1: "bb"}) as it:
-        await it.run()
+    await carried_out(site, away, {0: "aa", 1: "bb"})
     assert site.starts == [{"unit": "u1", "gpus": [], "node": "bb"}]
 
 
 async def test_where_all_places_are_alike_an_instance_starts_as_its_deployment_has_it() -> None:
-    site, said = Site(u0="a"), list[str]()
-    async with replacing(site, on_gpus("a@0", "a@1"), said) as it:
-        await it.run()
+    site = Site(u0="a")
+    await carried_out(site, on_gpus("a@0", "a@1"))
     assert site.starts == [{"unit": "u1", "gpus": ["1"]}]
 
 
@@ -605,22 +590,26 @@ def test_a_share_is_rounded_up_to_tenths(share: float, percent: int) -> None:
 
 
 async def test_a_quota_makes_room_for_a_model_that_comes() -> None:
-    site, said = in_units(400, left="a:400", right="a:200 b:200"), list[str]()
-    async with replacing(site, placement(400, left="a:250 b:150", right="a:400"), said) as it:
-        await it.run()
+    site = in_units(400, left="a:400", right="a:200 b:200")
+    await carried_out(site, placement(400, left="a:250 b:150", right="a:400"))
     assert site.places() == {"a": "left right", "b": "left"}
     assert guarantees(site) == {"a": {"left": 250, "right": 400}, "b": {"left": 150}}
     first = site.orders.index("POST b")
     assert [one.split()[0] for one in site.orders[:first]] == ["PATCH"]
 
 
-async def test_requests_leave_a_unit_for_a_model_that_comes() -> None:
-    site, said = in_units(200, left="a:200", right="a:150 b:50"), list[str]()
+def with_requests() -> Site:
+    """Model a has four requests in a unit, of which it uses all."""
+    site = in_units(200, left="a:200", right="a:150 b:50")
     site.requests["a"] = [live(f"r{at}", "i0", "running", 50) for at in range(4)]
     site.rows["a"] = [replace(one, running=4) if one.id == "i0" else one for one in site.rows["a"]]
     site.share("a", "i0", used_bytes=200)
-    async with replacing(site, placement(200, left="a:100 b:100", right="a:150 b:50"), said) as it:
-        await it.run()
+    return site
+
+
+async def test_requests_leave_a_unit_for_a_model_that_comes() -> None:
+    site = with_requests()
+    await carried_out(site, placement(200, left="a:100 b:100", right="a:150 b:50"))
     moves = [one for one in site.orders if one.startswith("move")]
     assert moves[0] == "move a r0 i1"
     assert site.orders.index(moves[0]) < site.orders.index("POST b")
@@ -628,10 +617,7 @@ async def test_requests_leave_a_unit_for_a_model_that_comes() -> None:
 
 
 async def test_requests_that_cannot_leave_are_not_moved_for_ever() -> None:
-    site, said = in_units(200, left="a:200", right="a:150 b:50"), list[str]()
-    site.requests["a"] = [live(f"r{at}", "i0", "running", 50) for at in range(4)]
-    site.rows["a"] = [replace(one, running=4) if one.id == "i0" else one for one in site.rows["a"]]
-    site.share("a", "i0", used_bytes=200)
+    site, said = with_requests(), list[str]()
     site.stay = True
     async with replacing(site, placement(200, left="a:100 b:100", right="a:150 b:50"), said) as it:
         with pytest.raises(ReplaceFailed, match="no request of a could leave left"):
@@ -669,10 +655,9 @@ async def test_what_a_drain_took_beside_its_requests_is_learnt() -> None:
 
 
 async def test_a_start_that_fails_is_taken_out_and_tried_again() -> None:
-    site, said = Site(left="a", right="b"), list[str]()
+    site = Site(left="a", right="b")
     site.fail_starts = 2
-    async with replacing(site, placement(left="a b", right="b"), said) as it:
-        await it.run()
+    said = await carried_out(site, placement(left="a b", right="b"))
     assert site.places() == {"a": "left", "b": "left right"}
     assert sum("can't start" in one for one in said) == 2
     assert all(one.state == "serving" for rows in site.rows.values() for one in rows)
@@ -693,8 +678,7 @@ async def test_another_one_goes_on_where_one_was_killed() -> None:
     async with replacing(site, target, said) as it:
         running = asyncio.create_task(it.run())
         await until(lambda: site.orders != [])
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel_tasks(running)
     async with replacing(site, target, said) as it:
         await it.run()
     assert site.places() == {"a": "left right", "b": "right", "c": "left"}

@@ -175,10 +175,11 @@ def test_a_rate_that_doubles_is_seen_within_its_span() -> None:
 
 
 class Traffic:
-    """Requests at rates that change, and the clock."""
+    """Requests at rates that change, the clock, and the replanner that follows them."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.replanner = RateReplanner(EVEN, self.rate_of, lambda: self.now)
         self.rates: Mapping[str, float] = {"a": 4.0, "b": 4.0, "c": 4.0}
         self.stores = True
         """Whether what is planned can be stored."""
@@ -186,70 +187,63 @@ class Traffic:
     def rate_of(self, name: str, until: float, seconds: float) -> float:
         return self.rates[name]
 
-    async def pass_by(
-        self, replanner: RateReplanner, placed: UnitPlacement, seconds: float
-    ) -> list[UnitPlacement]:
+    async def pass_by(self, placed: UnitPlacement, seconds: float) -> list[UnitPlacement]:
         """The placements that were planned meanwhile."""
         found: list[UnitPlacement] = []
         for _ in range(int(seconds / LOOK_S)):
             self.now += LOOK_S
-            other = await replanner.replan(found[-1] if found else placed, START_S)
+            other = await self.replanner.replan(found[-1] if found else placed, START_S)
             if other is not None and self.stores:
-                replanner.take_rule(other[1])
+                self.replanner.take_rule(other[1])
                 found.append(other[0])
         return found
 
 
 async def test_a_shift_is_followed_by_one_plan_for_the_new_rates() -> None:
     traffic = Traffic()
-    replanner = RateReplanner(EVEN, traffic.rate_of, lambda: traffic.now)
-    assert await traffic.pass_by(replanner, BEFORE, 1200) == []
+    assert await traffic.pass_by(BEFORE, 1200) == []
     traffic.rates = {"a": 9.0, "b": 1.0, "c": 1.0}
-    (shifted,) = await traffic.pass_by(replanner, BEFORE, 1200)
+    (shifted,) = await traffic.pass_by(BEFORE, 1200)
     assert models_of(shifted) == [{"a", "b"}, {"a", "c"}]
-    assert replanner.rule.planned == pytest.approx(traffic.rates)
+    assert traffic.replanner.rule.planned == pytest.approx(traffic.rates)
     traffic.rates = {"a": 1.0, "b": 1.0, "c": 9.0}
-    (back,) = await traffic.pass_by(replanner, shifted, 1200)
+    (back,) = await traffic.pass_by(shifted, 1200)
     assert sum("c" in one for one in models_of(back)) == 2
 
 
 async def test_a_plan_that_could_not_be_stored_is_made_again() -> None:
     traffic = Traffic()
-    replanner = RateReplanner(EVEN, traffic.rate_of, lambda: traffic.now)
     traffic.rates, traffic.stores = {"a": 9.0, "b": 1.0, "c": 1.0}, False
-    assert await traffic.pass_by(replanner, BEFORE, 1200) == []
-    assert replanner.rule.planned == EVEN.planned
+    assert await traffic.pass_by(BEFORE, 1200) == []
+    assert traffic.replanner.rule.planned == EVEN.planned
     traffic.stores = True
-    (shifted,) = await traffic.pass_by(replanner, BEFORE, 600)
+    (shifted,) = await traffic.pass_by(BEFORE, 600)
     assert models_of(shifted) == [{"a", "b"}, {"a", "c"}]
 
 
 async def test_a_burst_that_is_over_before_it_is_confirmed_moves_nothing() -> None:
     traffic = Traffic()
-    replanner = RateReplanner(EVEN, traffic.rate_of, lambda: traffic.now)
-    assert await traffic.pass_by(replanner, BEFORE, 600) == []
+    assert await traffic.pass_by(BEFORE, 600) == []
     traffic.rates = {"a": 20.0, "b": 4.0, "c": 4.0}
-    assert await traffic.pass_by(replanner, BEFORE, 30) == []
+    assert await traffic.pass_by(BEFORE, 30) == []
     traffic.rates = {"a": 4.0, "b": 4.0, "c": 4.0}
-    assert await traffic.pass_by(replanner, BEFORE, 3600) == []
+    assert await traffic.pass_by(BEFORE, 3600) == []
 
 
 async def test_rates_that_swing_faster_than_the_horizon_move_nothing_twice() -> None:
     traffic = Traffic()
-    replanner = RateReplanner(EVEN, traffic.rate_of, lambda: traffic.now)
     placed, moved = BEFORE, 0
     for turn in range(12):  # an hour
         hot, cold = ("a", "c") if turn % 2 else ("c", "a")
         traffic.rates = {hot: 9.0, cold: 1.0, "b": 1.0}
-        found = await traffic.pass_by(replanner, placed, 300)
+        found = await traffic.pass_by(placed, 300)
         placed, moved = (found[-1] if found else placed), moved + len(found)
     assert moved <= 6
 
 
 async def test_what_came_of_the_last_plan_is_said() -> None:
     traffic = Traffic()
-    replanner = RateReplanner(EVEN, traffic.rate_of, lambda: traffic.now)
     traffic.rates = {"a": 6.0, "b": 6.0, "c": 6.0}
-    assert await traffic.pass_by(replanner, BEFORE, 900) == []
-    assert replanner.verdict.startswith("rates changed of a, b, c: ")
-    assert replanner.rates()["a"] == pytest.approx(6.0)
+    assert await traffic.pass_by(BEFORE, 900) == []
+    assert traffic.replanner.verdict.startswith("rates changed of a, b, c: ")
+    assert traffic.replanner.rates()["a"] == pytest.approx(6.0)
