@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from kvmig.core.background import cancel_tasks
 from kvmig.core.config import MigrationConfig, Transport
 from kvmig.core.errors import MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer.context import LlumletPort
@@ -131,9 +132,7 @@ class Node(LlumletPort):
     async def close(self) -> None:
         await self.migrations.close(PATIENCE_S)
         tasks = [self._serving, *(task for _, task in self._clients.values())]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(*tasks)
         for client, _ in self._clients.values():
             client.close()
         self.server.close()
