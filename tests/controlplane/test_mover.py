@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvmig.controlplane.messages import PairedDestination, Why
 from kvmig.controlplane.mover import MOST_WAITING, MigrationDriver
+from kvmig.core.background import cancel_tasks
 from kvmig.engines.base import RequestState
 from kvmig.kvtransfer.report import MigrationReport
 
@@ -73,8 +74,7 @@ class Instance:
         for _ in range(ENOUGH * (1 + len(self.queue))):
             await asyncio.sleep(0)
         yield
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel_tasks(running)
 
 
 class Turns:
@@ -92,8 +92,7 @@ class Turns:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
+        await cancel_tasks(self._running)
 
     async def round(self, *pairs: PairedDestination) -> None:
         """The scheduler's pairs, and all that moves by them."""
@@ -164,8 +163,7 @@ async def test_a_move_that_fails_unforeseen_does_not_end_the_moves() -> None:
     async with asyncio.timeout(10):
         mover.set([PairedDestination("b", "tcp://b", 10.0, 10.0)])
         await moved.wait()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancel_tasks(running)
     assert asked == ["b", "b"]
 
 
@@ -179,8 +177,7 @@ async def test_prompts_that_come_between_two_rounds_do_not_wait_for_the_next() -
     mover.look_again()
     await turns()
     assert (here.tried, here.queue) == (["new"], [])
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancel_tasks(running)
 
 
 async def test_nobody_looks_again_for_other_pairs() -> None:
@@ -192,8 +189,7 @@ async def test_nobody_looks_again_for_other_pairs() -> None:
     mover.look_again()
     await turns()
     assert len(here.lists) == 1
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancel_tasks(running)
 
 
 async def test_a_prompt_that_one_destination_refuses_goes_to_another_one_at_once() -> None:
@@ -216,8 +212,7 @@ async def test_a_prompt_that_one_destination_refuses_goes_to_another_one_at_once
     mover.look_again()
     await turns()
     assert (here.tried, refused, here.queue) == (["r0", "r0"], ["r0"], [])
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancel_tasks(running)
 
 
 async def turns() -> None:

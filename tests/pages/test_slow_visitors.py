@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from kvmig.core.background import cancel_tasks
 from tests.support.fleets import PATH, ToyFleet, ask, counted
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
@@ -70,9 +71,7 @@ async def slow_readers(fleet: ToyFleet, head: str, body: bytes = b"") -> AsyncIt
     try:
         yield read
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(*tasks)
         for writer in writers:
             writer.transport.abort()
 

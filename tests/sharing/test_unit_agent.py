@@ -18,6 +18,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
 from kvmig.process.sockets import take_path
@@ -136,8 +137,7 @@ async def test_a_guarantee_that_changes_is_told_to_the_next_agent_too(path: Path
         await one.guarantee(16 * MIB)
     async with agent(path) as ledger:
         await until(lambda: ledger.guarantees().get("a") == 16 * MIB)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancel_tasks(running)
     one.close()
 
 
@@ -156,8 +156,7 @@ async def test_a_guarantee_that_cannot_be_is_refused_and_the_connection_goes_on(
     await until(lambda: not one.connected)
     with pytest.raises(TransportError, match="isn't there"):
         await one.guarantee(9 * MIB)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancel_tasks(running)
     one.close()
 
 
@@ -170,12 +169,10 @@ async def test_who_waits_for_an_agent_that_dies_hears_of_it(path: Path) -> None:
         await one.join()
         serving = asyncio.create_task(one.run())
         asking = asyncio.create_task(one.guarantee(16 * MIB))
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel_tasks(running)
         with pytest.raises(TransportError, match=r"gone|isn't there"):
             await asking
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+    await cancel_tasks(serving)
     one.close()
     assert one._wanted == {}
 
@@ -396,8 +393,7 @@ async def test_an_agent_without_a_file_for_a_connection_rests_before_it_looks_ag
             waits.setblocking(False)
             async with asyncio.timeout(5):
                 assert await asyncio.get_running_loop().sock_recv(waits, 4096)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel_tasks(running)
 
 
 async def test_where_no_agent_listens_a_member_cannot_start(path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from kvmig.core.background import cancel_tasks
 from kvmig.process.sockets import take_path
 from kvmig.sharing.agent import UnitAgent
 from kvmig.sharing.lease_ledger import MIB, LeaseLedger
@@ -26,8 +27,7 @@ async def agent(
         try:
             yield ledger
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await cancel_tasks(running)
             path.unlink()  # noqa: ASYNC240
 
 
@@ -39,6 +39,5 @@ async def joined(member: UnitMember) -> AsyncIterator[UnitMember]:
     try:
         yield member
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel_tasks(running)
         member.close()
