@@ -55,7 +55,7 @@ PARTS = {
     "kvmig.fleet.server": "server",
     "kvmig.fleet.fork_server": "fork server",
     "kvmig.proxy": "proxy",
-    "kvmig.launcher.shared_fork_server": "nursery",
+    "kvmig.launcher.shared_fork_server": "fork server of an engine",
     "kvmig.launcher.llumlet_main": "instance",
     "kvmig.launcher.scheduler": "scheduler",
     "kvmig.frontend.process_main": "front end",

@@ -105,7 +105,7 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
 
     def fork_server(self, engine: str) -> str:
         """The path of the socket of an engine's fork server."""
-        return str(self.path("run", f"nursery-{engine}.sock"))
+        return str(self.path("run", f"forks-{engine}.sock"))
 
     def deployment(self, deployment: str) -> Path:
         """The socket of one."""

@@ -244,7 +244,7 @@ class FleetSupervisor:
         self._sock = sock
         self._hub = hub
         self._peers = peers
-        self._nurseries = ForkServers(settings.fork_server, partial(environment_of, settings))
+        self._engine_forks = ForkServers(settings.fork_server, partial(environment_of, settings))
         self._forks: ForkServerClient | None = None
         """Fork server of the server and the proxies."""
         self._deployments: dict[str, RunningDeployment] = {}
@@ -280,7 +280,7 @@ class FleetSupervisor:
             begin = partial(self._begin_mirror, self._hub)
             proxies.append(KeptChild("the mirror", begin, READY_S))
         self._task(keep_running(self._turn_logs, "logs"), "logs")
-        self._task(keep_running(self._nurseries.watch, "nurseries"), "nurseries")
+        self._task(keep_running(self._engine_forks.watch, "fork servers"), "fork servers")
         try:
             if standby:  # a standby is ready, too
                 self._task(keep_running(notify_manager, "signs of life"), "signs of life")
@@ -375,7 +375,7 @@ class FleetSupervisor:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._nurseries.close()
+        await self._engine_forks.close()
         if self._forks is not None:
             self._forks.close()
 
@@ -515,7 +515,7 @@ class FleetSupervisor:
 
     async def _load(self, engine: str) -> None:
         try:
-            await self._nurseries.server(engine)
+            await self._engine_forks.server(engine)
         except CannotFork:
             return
         except StartupError as error:
@@ -587,7 +587,7 @@ class FleetSupervisor:
         """A `kvmig.serve`, forked where that can be had. more: descriptors, whose numbers follow
         the words. Raises OSError."""
         environment: Mapping[str, str] = {
-            **environment_of(self._settings), HANDED: self._nurseries.address(engine)
+            **environment_of(self._settings), HANDED: self._engine_forks.address(engine)
         }  # fmt: skip
         try:
             return await self._forked(engine, words, environment, standard, *more)
@@ -624,9 +624,9 @@ class FleetSupervisor:
         *more: int,
     ) -> ProcessPort:
         """A `kvmig.serve` of its engine's fork server. Raises StartupError, CannotFork."""
-        nursery = await self._nurseries.server(engine)
+        forks = await self._engine_forks.server(engine)
         order = ForkOrder(SERVE, words, environment)
-        return await nursery.carry_out(order, (*standard, *more))
+        return await forks.carry_out(order, (*standard, *more))
 
     async def _checker(
         self, check: CheckFlags, environment: Mapping[str, str], standard: tuple[int, int, int]

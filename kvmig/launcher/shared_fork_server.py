@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> int:
     if len(own) == 2:
         start_again(engine)
     try:
-        quiet("nursery")
+        quiet(f"fork server of {engine}")
         raise_open_files()
         kind_of(engine).prepare()
         # Before it loads: what is on disk now, and the environment as launchers have it then.

@@ -147,3 +147,9 @@ def test_docstrings_name_errors_that_can_be_caught() -> None:
         if "." not in name and name not in known  # with a dot: of another package
     }
     assert wrong == set()
+
+
+def test_a_fork_server_has_no_other_name() -> None:
+    """Neither in code nor in what a process, a log or a socket is called."""
+    named = [path for path in trees() if "nurser" in path.read_text().lower()]
+    assert named == []

@@ -247,12 +247,12 @@ class OwnSupervisor(FleetSupervisor):
 
     async def close_forks(self) -> None:
         """End all fork servers."""
-        await self._nurseries.close()
+        await self._engine_forks.close()
         self._own_forks().close()
 
     def never_forks(self, engine: str, why: str) -> None:
         """Do what the first order would, once the engine is loaded and can't be forked."""
-        self._nurseries._never[engine] = why
+        self._engine_forks._never[engine] = why
 
     def deployed(self) -> DeployedPrograms:
         """Return what the next server would get first."""
