@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvmig.core.errors import StartupError
+from kvmig.core.read_progress import note_path
 
 MOST_BYTES = 4 << 20
 """Bytes that are read of all tensors together, beyond LEAST_BYTES of each."""
@@ -55,10 +56,12 @@ def identity_of(model: str, words: Sequence[object] = ()) -> str:
     """
     digest = blake2b(repr([str(word) for word in words]).encode(), digest_size=8)
     path = Path(model)
+    note_path(path)
     if not path.exists():
         digest.update(model.encode())
         return digest.hexdigest()
     for name in SETTINGS:
+        note_path(path / name)
         if (path / name).is_file():
             digest.update(b"\0" + name.encode() + b"\0" + (path / name).read_bytes())
     tensors = sorted(tensors_of(path), key=lambda one: one.name)
@@ -66,6 +69,7 @@ def identity_of(model: str, words: Sequence[object] = ()) -> str:
     files: dict[Path, BinaryIO] = {}
     try:
         for tensor in tensors:
+            note_path(tensor.path)
             file = files.get(tensor.path) or files.setdefault(tensor.path, tensor.path.open("rb"))
             digest.update(f"\0{tensor.name} {tensor.size}\0".encode())
             for first, length in tensor.pieces(most):
@@ -105,6 +109,7 @@ def tensors_of(path: Path) -> list[TensorOnDisk]:
 
 
 def _tensors_of_file(path: Path) -> list[TensorOnDisk]:
+    note_path(path)
     size = path.stat().st_size
     if path.suffix == ".safetensors":
         with path.open("rb") as file:

@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+from kvmig.core.read_progress import note_path
 from kvmig.engines.identity import tensors_of
 
 WIDE = {"F64": 8, "F32": 4}
@@ -45,6 +46,7 @@ def weight_bytes(model: str, dtype: str = "auto", revision: str | None = None) -
 def local_folder(model: str, revision: str | None = None) -> Path | None:
     """Find a model's files on this host; None: there are none. Nothing is downloaded."""
     folder = Path(model)
+    note_path(folder)
     if folder.is_dir():
         return folder
     if not HUB_NAME.fullmatch(model):
@@ -59,10 +61,13 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
 
 def _bytes_of_index(folder: Path) -> int:
     """What the index says of a checkpoint whose files aren't all there; 0: they are."""
+    note_path(folder / INDEX)
     try:
         index = json.loads((folder / INDEX).read_bytes())
         files = set(index["weight_map"].values())
         size = int(index["metadata"]["total_size"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0  # there is none that could be read; whoever loads it says what is wrong
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return 0  # it can't be read so; the engine that loads it says what is wrong
     return 0 if all((folder / name).is_file() for name in files) else size

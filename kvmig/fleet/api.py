@@ -33,6 +33,7 @@ from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
 from kvmig.core.shown_secrets import shown_text
+from kvmig.core.storage_reads import StorageReads, StorageSilent
 from kvmig.fleet.accounts_api import accounts_api
 from kvmig.fleet.api_paths import PREFIX, routes_at
 from kvmig.fleet.based_on import alias_of, alias_there, order_based_on, order_based_on_values
@@ -74,7 +75,7 @@ from kvmig.fleet.shown_specs import (
     shown_revision,
     shown_spec,
 )
-from kvmig.fleet.spec import PATH, ModelSpec, fleet_of, spec_of
+from kvmig.fleet.spec import NAME, PATH, FleetFile, ModelSpec, fleet_of, spec_of
 from kvmig.fleet.store import FleetStore, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError
 from kvmig.fleet.units import ManagedUnit
@@ -126,6 +127,8 @@ class ApiBackend:
     catalogue: CatalogueReader
     provider: IdentityProvider | None = None
     """Vouches for people who log in."""
+    reads: StorageReads = field(default_factory=StorageReads)
+    """Threads that read users' files."""
     replacer: PlacementController = field(init=False)
     workers: FleetWorkers = field(init=False)
     live: LiveView = field(init=False)
@@ -158,6 +161,18 @@ class ApiBackend:
         """The model's row. Raises NotThere."""
         return await self.stored(self.store.model, name)
 
+    async def read_spec(self, given: Body) -> ModelSpec:
+        """A model's specification, whose folders are looked at. Raises ConfigError,
+        StorageSilent."""
+        name = given.get("name")
+        whose = f"model {name}" if isinstance(name, str) and NAME.fullmatch(name) else "model ?"
+        return await self.reads.read(whose, "", partial(spec_of, given))
+
+    async def read_fleet(self, given: Any, folder: str) -> FleetFile:
+        """The same of a whole file. folder: what its relative paths mean; empty: there are none."""
+        read = partial(fleet_of, given, Path(folder) if folder else None)
+        return await self.reads.read("the fleet's file", "", read)
+
     async def known_specs(self) -> dict[str, ModelSpec]:
         """The models of the catalogue as they are, by name."""
         return {row.name: row.spec for row in await self.stored(self.store.models)}
@@ -165,7 +180,8 @@ class ApiBackend:
     async def checked(self, specs: Sequence[ModelSpec], *, alone: bool = False) -> None:
         """Let engines read the flags of models that are new or start otherwise; all must fit here.
 
-        alone: whether there will be no other models. Raises ConfigError, StoreError.
+        alone: whether there will be no other models. Raises ConfigError, StoreError,
+        StorageSilent.
         """
         for one in specs:
             check_installed(parse_source(one.source))
@@ -181,6 +197,7 @@ class ApiBackend:
         before = {row.name: self.files.resolved(row.spec) for row in rows}
         known = {name: started_as(spec) for name, spec in before.items()}
         specs = list(map(self.files.resolved, specs))
+        await asyncio.gather(*map(memory.devices.folders.learn, specs))
         for one in () if on_gpus else specs:
             memory.check(one)
         # The engine reads the flags together with the files, once these are here.
@@ -296,7 +313,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     @api.post("/apply")
     async def apply(body: ApplyBody, actor: OrderActor = caller) -> Body:
         """Change the catalogue to what a fleet's file describes."""
-        fleet = fleet_of(body.fleet, Path(body.folder) if body.folder else None)
+        fleet = await backend.read_fleet(body.fleet, body.folder)
         fleet = restored_fleet(fleet, await backend.known_specs())
         terms = terms_of(body.rollout)
         await backend.checked(fleet.models, alone=body.prune)
@@ -318,7 +335,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
         The specification as a fleet's file has it, whether or not the catalogue has the model. Of
         files that are not here only headers are fetched. worker: the only one that may get it.
         """
-        spec = spec_of(body)
+        spec = await backend.read_spec(body)
         kept = (await backend.known_specs()).get(spec.name)
         return await evaluate_model(backend, restored_spec(spec, kept), worker)
 
@@ -370,14 +387,16 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
 
 async def evaluate_model(backend: ApiBackend, spec: ModelSpec, worker: str = "") -> Body:
     """What one instance would take, and where it fits; if nowhere, after which changes. Raises
-    ConfigError, StoreError."""
+    ConfigError, StoreError, StorageSilent."""
     spec = backend.files.resolved(spec)
     if is_remote(spec.source):  # the headers of its files say what the whole files would
         heads = await backend.files.heads(spec.source)
         spec = msgspec.structs.replace(spec, source=f"{PATH}{heads}")
+    folders = backend.models.memory.devices.folders
+    await folders.learn(spec)
     found = await fit_of(backend, spec, worker)
-    suggestions = []
-    for changed in () if found.fits else changes(spec, found, heads_of(spec.folder)):
+    suggestions, attention = [], heads_of(folders.facts_of(spec))
+    for changed in () if found.fits else changes(spec, found, attention):
         try:
             fit = await fit_of(backend, changed, worker)
         except ConfigError:  # the engine refuses this change
@@ -390,12 +409,13 @@ async def evaluate_model(backend: ApiBackend, spec: ModelSpec, worker: str = "")
 
 async def fit_of(backend: ApiBackend, spec: ModelSpec, worker: str) -> FitVerdict:
     """The evaluation of a specification whose files, or their headers, are here. Raises
-    ConfigError, StoreError."""
+    ConfigError, StoreError, StorageSilent."""
     devices = backend.models.memory.devices
     if devices.sizes(spec) is None:
         await backend.check(spec, True)
     if devices.sizes(spec) is None:  # of an engine that says nothing of such files
-        sizes = await asyncio.to_thread(gguf_sizes, spec.folder)
+        read = partial(gguf_sizes, spec.folder)
+        sizes = await backend.reads.read(f"model {spec.name}", spec.folder, read)
         if sizes is not None:
             devices.learn(spec, sizes)
     return backend.models.places.evaluate(spec, worker)
@@ -413,7 +433,7 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
     @api.post("", status_code=HTTPStatus.CREATED)
     async def add_model(body: Body, actor: OrderActor = caller) -> Body:
         """Add a model to the catalogue. The body is its specification as a fleet's file has it."""
-        spec = restored_spec(spec_of(body), None)
+        spec = restored_spec(await backend.read_spec(body), None)
         await backend.checked([spec])
         row = await backend.stored(store.add_model, spec, actor)
         await backend.changed()
@@ -646,6 +666,7 @@ STATUS: dict[type[Exception], HTTPStatus] = {
     NotThere: HTTPStatus.NOT_FOUND,
     NameTaken: HTTPStatus.CONFLICT,
     StoreError: HTTPStatus.SERVICE_UNAVAILABLE,
+    StorageSilent: HTTPStatus.SERVICE_UNAVAILABLE,
     ReplaceFailed: HTTPStatus.SERVICE_UNAVAILABLE,
     LoginRefused: HTTPStatus.FORBIDDEN,
     ProviderAway: HTTPStatus.BAD_GATEWAY,

@@ -14,6 +14,7 @@ from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import TimeSource
 from kvmig.core.errors import ConfigError
 from kvmig.core.shown_urls import shown_url
+from kvmig.core.storage_reads import StorageReads, StorageSilent
 from kvmig.fleet.tables import StoreError
 from kvmig.sources.catalogue import ModelCatalogue, read_catalogue
 
@@ -31,12 +32,14 @@ MOST_BYTES = 4 << 20
 class CatalogueReader:
     """Reads the catalogue on demand: callers that ask during a reading share it."""
 
-    def __init__(self, where: str, clock: TimeSource) -> None:
-        """where: a file's whole path, or a URL; empty: the one that comes with kvmig."""
+    def __init__(self, where: str, clock: TimeSource, reads: StorageReads | None = None) -> None:
+        """where: a file's whole path, or a URL; empty: the one that comes with kvmig. reads:
+        threads that read the file."""
         self._where = where
         self._shown = shown_url(where)
         """The same for logs and answers, which say no password."""
         self._clock = clock
+        self._reads = reads or StorageReads()
         self._found: ModelCatalogue | None = None
         self._failed: ConfigError | StoreError | None = None
         """Why it could not be read at last; None: it could."""
@@ -103,7 +106,10 @@ class CatalogueReader:
         if self._where.startswith("https://"):
             return read_catalogue(await self._fetch(), self._shown)
         try:
-            text = await asyncio.to_thread(Path(self._where).read_text)
+            read = Path(self._where).read_text
+            text = await self._reads.read("the catalogue", self._where, read)
+        except StorageSilent as error:
+            raise StoreError(str(error)) from error
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the catalogue {self._where} can't be read: {error}") from error
         return read_catalogue(text, self._where)

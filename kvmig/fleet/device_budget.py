@@ -16,6 +16,7 @@ from kvmig.fleet.device_room import DeviceNeed, Strategy
 from kvmig.fleet.device_sizes import RememberedSizes, sizes_key
 from kvmig.fleet.device_watch import DeviceWatch
 from kvmig.fleet.memory_figures import ASSUMED, MeasuredRest, MemoryFigures, MemoryShape
+from kvmig.fleet.model_folders import ModelFolders
 from kvmig.fleet.model_shapes import heads_of, shape_of, weight_files
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.tensor_parallel import candidates, is_open, sized, split
@@ -29,12 +30,14 @@ class DeviceBudget:
         watch: DeviceWatch | None = None,
         strategy: Strategy = "spread",
         uses: Callable[[ModelSpec], bool] = lambda spec: True,
+        folders: ModelFolders | None = None,
     ) -> None:
         """watch: None: there are no GPUs. uses: whether instances of a model use GPUs where there
-        are some."""
+        are some. folders: what models' files say; None: they are read when they are needed."""
         self.watch = watch or DeviceWatch()
         self.strategy = strategy
         self._uses = uses
+        self.folders = folders or ModelFolders()
         self._sizes: dict[str, ModelSizes] = {}
         self._measured: dict[str, int] = {}
         self.figures = MemoryFigures()
@@ -73,7 +76,7 @@ class DeviceBudget:
         first. groups: the GPUs, in each of which all reach each other."""
         allowed = set(self.named(spec.gpus))
         there = (sum(not allowed or one in allowed for one in group) for group in groups)
-        return candidates(max(there, default=1), heads_of(spec.folder))
+        return candidates(max(there, default=1), heads_of(self.folders.facts_of(spec)))
 
     def measure(self, spec: ModelSpec, used: int, at: float) -> bool:
         """Take what an instance uses of a GPU; whether that is more than was known. at: Unix
@@ -104,7 +107,7 @@ class DeviceBudget:
 
     def known(self, spec: ModelSpec) -> KnownSizes:
         """Collect what is known of a model beyond its specification."""
-        files, sizes = weight_files(spec), self.sizes(spec)
+        files, sizes = weight_files(spec, self.folders.facts_of(spec)), self.sizes(spec)
         weights = files // spec.workers if sizes is None else sizes.weights
         found = self.figures.nearest(self._shape(spec, weights)) if self.there else None
         return KnownSizes(
@@ -201,7 +204,8 @@ class DeviceBudget:
         return next((one.name for one in self.watch.inventory.devices), "cpu")
 
     def _shape(self, spec: ModelSpec, weights: int) -> MemoryShape:
-        return shape_of(spec, self.device, "gpu", weights, self.sizes(spec))
+        facts = self.folders.facts_of(spec)
+        return shape_of(spec, facts, self.device, "gpu", weights, self.sizes(spec))
 
     @property
     def _largest(self) -> int:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvmig.core.devices import DeviceInventory, DeviceRecord, in_gib
+from kvmig.core.errors import StartupError
 from kvmig.fleet.device_room import DeviceMemory
+from kvmig.process.child import say
 from kvmig.process.descendants import descendants, parents
-from kvmig.process.nvml import read_devices
+from kvmig.process.nvml import missing_devices, read_devices
 
 LOOK_S = 2.0
 """Pause between two looks."""
@@ -52,6 +54,7 @@ class DeviceWatch:
         self.sample = DeviceSample()
         self._supervisor = supervisor
         self._read = read
+        self._looking: asyncio.Task[None] | None = None
         self.elsewhere = elsewhere
 
     @property
@@ -66,15 +69,35 @@ class DeviceWatch:
         here = inventory.devices and not self.elsewhere
         self.sample = DeviceSample(inventory, parents() if here else {})
 
+    async def look_first(self) -> None:
+        """Look, and print what there is. Raises StartupError where the driver hangs."""
+        try:
+            await self._look_on_thread()
+        except TimeoutError as error:
+            raise StartupError(
+                f"the GPUs' driver doesn't answer within {LOOK_TIMEOUT_S:g} s"
+            ) from error
+        for one in self.inventory.devices:
+            say(f"{one}: {one.total} bytes, {one.free} are free")
+        if missing := missing_devices(self.inventory):
+            say(missing)
+
     async def run(self) -> None:
         """Look every LOOK_S, until cancelled. A host without GPUs is not looked at again."""
         while self.inventory.devices or self.elsewhere:
             await asyncio.sleep(LOOK_S)
             try:
-                async with asyncio.timeout(LOOK_TIMEOUT_S):
-                    await asyncio.to_thread(self.read_sample)
+                await self._look_on_thread()
             except (TimeoutError, OSError) as error:
                 log.warning("the GPUs are not looked at now: %r", error)
+
+    async def _look_on_thread(self) -> None:
+        """Look, or wait for the look that hangs: it keeps one thread, not one more each time.
+        Raises TimeoutError, OSError."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(asyncio.to_thread(self.read_sample))
+        async with asyncio.timeout(LOOK_TIMEOUT_S):
+            await asyncio.shield(self._looking)
 
     def memory(
         self, claims: Mapping[str, Mapping[str, int]], taken: Mapping[str, int]

@@ -16,6 +16,7 @@ from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.device_claims import KV_FLAG, size_in
 from kvmig.fleet.memory_figures import ASSUMED, MeasuredRest, MemoryShape
 from kvmig.fleet.model_shapes import (
+    FolderFacts,
     is_eager,
     sees_media,
     shape_of,
@@ -84,7 +85,8 @@ class MemoryBudget:
         if spec.engine == "toy" or self.devices.claim(spec) is not None:
             return 0
         sizes = self.devices.sizes(spec)
-        return weight_files(spec) if sizes is None else sizes.weights * spec.workers
+        files = weight_files(spec, self._facts(spec))
+        return files if sizes is None else sizes.weights * spec.workers
 
     def rest(self, spec: ModelSpec) -> tuple[int, str]:
         """Bytes of each process apart from weights, KV cache and its largest step, and the figure's
@@ -96,7 +98,7 @@ class MemoryBudget:
         # One that has computed no large step yet shows too little.
         found = self.figures.typical(shape)
         if found is None:
-            known = is_eager(spec) and not sees_media(spec)
+            known = is_eager(spec) and not sees_media(spec, self._facts(spec))
             return (LEAST_REST if known else INSTANCE_OVERHEAD), ASSUMED
         return max(found.rest, LEAST_REST), found.basis
 
@@ -105,12 +107,12 @@ class MemoryBudget:
         is a part of `rest`."""
         if spec.memory or self.devices.claim(spec) is not None:
             return 0
-        return step_of(spec, self.devices.sizes(spec), self.kv(spec))
+        return step_of(spec, self._facts(spec), self.devices.sizes(spec), self.kv(spec))
 
     def tokenizer(self, spec: ModelSpec) -> int:
         """Bytes of the tokenizer that one process of an instance holds; 0: they are a part of
         `rest`."""
-        return tokenizer_of(spec.folder) if self.step(spec) else 0
+        return tokenizer_of(self._facts(spec)) if self.step(spec) else 0
 
     def rest_of_worker(self, spec: ModelSpec) -> tuple[int, str]:
         """The same for each worker, with its part of the processes that all of them have."""
@@ -134,11 +136,14 @@ class MemoryBudget:
         return self.figures.learn(MeasuredRest(shape=shape, rest=rest, model=spec.name, at=at))
 
     def _shape(self, spec: ModelSpec) -> MemoryShape:
-        sizes = self.devices.sizes(spec)
-        weights = weight_files(spec) // spec.workers if sizes is None else sizes.weights
+        sizes, facts = self.devices.sizes(spec), self._facts(spec)
+        weights = weight_files(spec, facts) // spec.workers if sizes is None else sizes.weights
         on_gpu = self.devices.claim(spec) is not None
         device = self.devices.device if on_gpu else "cpu"
-        return shape_of(spec, device, "host", weights, sizes)
+        return shape_of(spec, facts, device, "host", weights, sizes)
+
+    def _facts(self, spec: ModelSpec) -> FolderFacts:
+        return self.devices.folders.facts_of(spec)
 
     def kv(self, spec: ModelSpec) -> int:
         """Bytes of the KV cache of each worker in the host's memory."""
@@ -155,7 +160,8 @@ class MemoryBudget:
             return TOY // 2
         if self.devices.claim(spec) is not None:
             sizes = self.devices.sizes(spec)
-            return self.claim(spec) + (weight_files(spec) if sizes is None else sizes.weights)
+            files = weight_files(spec, self._facts(spec))
+            return self.claim(spec) + (files if sizes is None else sizes.weights)
         kv = size_in(text_in(spec.flags, KV_FLAG)) or (0 if spec.memory else CPU_KV_MOST)
         return max(0, self.claim(spec) - spec.workers * kv)
 

@@ -37,6 +37,7 @@ class InstanceMeasures:
         self._measured = measured
         self._units = units
         self._sample = memory.devices.watch.sample
+        self._folders_changed = memory.devices.folders.changes
         self._in_units: dict[str, tuple[int, int]] = {}
         """Bytes of a GPU that models of units used at the last look, and how many they had leased,
         by their names."""
@@ -52,6 +53,9 @@ class InstanceMeasures:
         for model in self._models.values():
             with faults.guard(PART, model):
                 self._measure_host(model, faults)
+        if self._folders_changed != (changes := self._memory.devices.folders.changes):
+            self._folders_changed = changes
+            self._take_claims(faults)
         watch = self._memory.devices.watch
         if watch.sample is self._sample:
             return

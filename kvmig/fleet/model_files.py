@@ -13,13 +13,14 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvmig.core.background import cancel_tasks
 from kvmig.core.clock import TimeSource
 from kvmig.core.errors import ConfigError
+from kvmig.core.storage_reads import StorageReads
 from kvmig.fleet.fetcher_child import FetcherChild
 from kvmig.fleet.files_table import (
     FilesRow,
@@ -67,8 +68,11 @@ HOLD_S = 10.0
 """Wait for a server that ends to leave the folder."""
 HOLD_LOOK_S = 0.05
 TIDY_S = 60.0
+SILENT = MissingFiles("the storage of its files does not answer", failed=False)
 
 log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 
 class FilesView(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,10 +133,13 @@ class ModelFiles:
         clock: TimeSource,
         wall: TimeSource,
         on_workers: Callable[[str], Mapping[str, FolderReport]] = lambda folder: {},
+        reads: StorageReads | None = None,
+        is_silent: Callable[[str], bool] = lambda source: False,
     ) -> None:
         """stored: runs a function on the database's thread. changed: awaited when files have become
         whole. in_use: folders that deployments were started from. wall: Unix time. on_workers: what
-        workers have of a folder."""
+        workers have of a folder. reads: threads for what lies on disks. is_silent: whether the
+        storage of a source's folder doesn't answer."""
         self.folder = FilesFolder(settings.files)
         self._settings = settings
         self._database = database
@@ -142,6 +149,8 @@ class ModelFiles:
         self._clock = clock
         self._wall = wall
         self._on_workers = on_workers
+        self._reads = reads or StorageReads()
+        self._is_silent = is_silent
         self._files: dict[str, SourceFiles] = {}
         self._children: set[FetcherChild] = set()
         """Fetchers that have not ended."""
@@ -156,12 +165,12 @@ class ModelFiles:
         folder: each would remove the other's files."""
         try:
             await self._take_folder()
-            begun = await asyncio.to_thread(self._make_folders)
+            begun = await self._on_disk(self._make_folders)
         except OSError as error:
             raise ConfigError(f"{self.folder.root} can't be used: {error}") from error
         for row in await self._stored(read_files, self._database):
             try:
-                found = await asyncio.to_thread(self.folder.manifest, row.folder or "none")
+                found = await self._on_disk(partial(self.folder.manifest, row.folder or "none"))
             except OSError as error:
                 raise ConfigError(f"{self.folder.root} can't be used: {error}") from error
             whole = bool(row.folder) and found is not None
@@ -178,17 +187,22 @@ class ModelFiles:
 
     async def _take_folder(self) -> None:
         """Wait for the end of the server before this one. Raises ConfigError, OSError."""
-        await asyncio.to_thread(self.folder.make)
+        await self._on_disk(self.folder.make)
         ends = self._clock() + HOLD_S
         while True:
             try:
-                self._lock.acquire()
+                await self._on_disk(self._lock.acquire)
             except ConfigError:
                 if self._clock() > ends:
                     raise
                 await asyncio.sleep(HOLD_LOOK_S)
             else:
                 return
+
+    async def _on_disk(self, call: Callable[[], Value]) -> Value:
+        """What a call finds or does in the folder of files. Raises OSError, as StorageSilent is
+        one, too."""
+        return await self._reads.read("the files of models", str(self.folder.root), call)
 
     def _make_folders(self) -> dict[str, BegunFolder]:
         self.folder.sweep()
@@ -247,7 +261,7 @@ class ModelFiles:
         """Why a model with this source can't start, as its callers may know; None: it has its
         folder."""
         if source.startswith(PATH):
-            return None
+            return SILENT if self._is_silent(source) else None
         if (parsed := _known_source(source)) is None:
             return MissingFiles("its source can't be read by this kvmig", failed=True)
         found = self._files.get(str(parsed))
@@ -477,7 +491,7 @@ class ModelFiles:
         for name in files.fetched - {listed.folder, files.row.folder}:  # of an older revision
             await self._remove(name)
         files.fetched = {listed.folder}
-        free = await asyncio.to_thread(free_bytes, self.folder.root)
+        free = await self._on_disk(partial(free_bytes, self.folder.root))
         others = [one for one in self._files.values() if one is not files]
         coming = [one.status for one in others if one.status.state == "downloading"]
         stopped = [one.status for one in others if one.status not in coming and not one.row.folder]
@@ -540,7 +554,7 @@ class ModelFiles:
 
     async def _remove(self, name: str) -> None:
         try:
-            await asyncio.to_thread(self.folder.remove, name)
+            await self._on_disk(partial(self.folder.remove, name))
         except OSError as error:
             log.warning("%s is not removed: %s", name, error)
 
@@ -550,7 +564,12 @@ class ModelFiles:
         if any(one.task is not None or not one.row.folder for one in self._files.values()):
             return
         known = {one.row.folder for one in self._files.values()}
-        for name in await asyncio.to_thread(lambda: list(self.folder.names())):
+        try:
+            names = await self._on_disk(lambda: list(self.folder.names()))
+        except OSError as error:
+            log.warning("%s is not tidied: %s", self.folder.root, error)
+            return
+        for name in names:
             if name not in known and str(self.folder.whole(name)) not in self._in_use():
                 await self._remove(name)
 

@@ -10,12 +10,15 @@ import logging
 import threading
 from collections.abc import Callable
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from kvmig.core.background import BackgroundTasks
 from kvmig.core.errors import ConfigError
+from kvmig.core.read_progress import note_path
+from kvmig.core.storage_reads import StorageReads
 from kvmig.fleet.managed_model import DeploymentRecord
 from kvmig.fleet.orders import StartDeployment
 from kvmig.launcher.environment import available_memory
@@ -39,11 +42,16 @@ def weights_folder(start: StartDeployment) -> str:
 class WeightsReader:
     """Reads one model's weights at a time; `close` it."""
 
-    def __init__(self, available: Callable[[], int] = available_memory) -> None:
-        """available: bytes of memory that can be taken."""
+    def __init__(
+        self,
+        available: Callable[[], int] = available_memory,
+        reads: StorageReads | None = None,
+    ) -> None:
+        """available: bytes of memory that can be taken. reads: threads that read."""
         self._available = available
         self._tasks = BackgroundTasks("weights that are read ahead")
         self._turn = asyncio.Lock()
+        self._reads = reads or StorageReads()
         self._ends = threading.Event()
 
     def begin(self, folder: str) -> asyncio.Task[int]:
@@ -59,7 +67,8 @@ class WeightsReader:
         async with self._turn:
             try:
                 most = int(self._available() * MOST_SHARE)
-                return await asyncio.to_thread(read_weights, Path(folder), most, self._ends)
+                read = partial(read_weights, Path(folder), most, self._ends)
+                return await self._reads.read("weights that are read ahead", folder, read)
             except (OSError, ConfigError) as error:  # its start says what is wrong with a file
                 log.warning("the weights in %s are not read ahead: %s", folder, error)
                 return 0
@@ -69,12 +78,15 @@ def read_weights(folder: Path, most: int, ends: threading.Event) -> int:
     """Read whole files with weights, as long as they are `most` bytes together, in the order in
     which engines load them. Returns the bytes. ends: set to end it. Raises OSError."""
     buffer, total = bytearray(PIECE_BYTES), 0
+    note_path(folder)
     for path in sorted(folder.iterdir()):
         if not any(fnmatch(path.name, one) for one in WEIGHTS):
             continue
+        note_path(path)
         if total + path.stat().st_size > most:
             break
         with path.open("rb", buffering=0) as file:
             while not ends.is_set() and (count := file.readinto(buffer)):
                 total += count
+                note_path(path)
     return total

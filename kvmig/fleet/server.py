@@ -33,6 +33,7 @@ from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.heap import keep_small
 from kvmig.core.model_sizes import decode_sizes
+from kvmig.core.storage_reads import StorageReads
 from kvmig.fleet.account_metrics import quota_uses
 from kvmig.fleet.api import ApiBackend, make_app
 from kvmig.fleet.catalogue import CatalogueReader
@@ -41,7 +42,7 @@ from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployment_words import words
 from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.device_sizes import forget_others, remember, remembered
-from kvmig.fleet.device_watch import LOOK_TIMEOUT_S, DeviceWatch
+from kvmig.fleet.device_watch import DeviceWatch
 from kvmig.fleet.disk import disks_of
 from kvmig.fleet.figure_rows import forget_engines, store_figure, stored_figures
 from kvmig.fleet.host_memory import MemoryBudget
@@ -52,6 +53,7 @@ from kvmig.fleet.ledger import sums, take
 from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.model_files import ModelFiles
+from kvmig.fleet.model_folders import WatchedFolders
 from kvmig.fleet.model_shapes import engine_of
 from kvmig.fleet.orders import (
     CheckFlags,
@@ -89,7 +91,6 @@ from kvmig.process.child import (
     until_stopped,
 )
 from kvmig.process.child_main import announce_failure, run_child
-from kvmig.process.nvml import missing_devices
 from kvmig.process.sockets import take_path
 from kvmig.proxy import messages
 from kvmig.proxy.control_link import ProxyLinks
@@ -170,7 +171,11 @@ class FleetServer:
         self._reloading = asyncio.Lock()
         workers = WorkerPool.of_fleet(settings, monotonic, time.time)
         self._watch = workers.device_watch() or DeviceWatch(settings.path("run", "init.pid"))
-        devices = DeviceBudget(self._watch, settings.gpu_placement, workers.uses_gpus)
+        reads = StorageReads()
+        self._model_folders = WatchedFolders(reads)
+        devices = DeviceBudget(
+            self._watch, settings.gpu_placement, workers.uses_gpus, self._model_folders
+        )
         memory = MemoryBudget(settings.memory, devices, workers.memory if settings.ray else None)
         self._cluster = ClusterWatch(settings.ray, workers.take_report, workers.wish)
         self._models = ModelController(
@@ -194,12 +199,14 @@ class FleetServer:
             monotonic,
             time.time,
             workers.files_on,
+            reads,
+            self._model_folders.is_silent,
         )
         self._folders = WorkerFolders(
-            workers, self._files, self._models.folders, settings.files_bytes
+            workers, self._files, self._models.folders, settings.files_bytes, reads
         )
         self._learned = BackgroundTasks("sizes of models")
-        self._weights = WeightsReader()
+        self._weights = WeightsReader(reads=reads)
         self._init = InitLink(to_init, self._hear_init)
         self._init.may_order = self._may_order
         self._disks = disks_of(settings.path(), self._store.database.path)
@@ -229,8 +236,9 @@ class FleetServer:
             lambda: self._keys,
             self._metrics.text,
             self._files,
-            CatalogueReader(settings.catalogue, monotonic),
+            CatalogueReader(settings.catalogue, monotonic, reads),
             IdentityProvider(settings.login, monotonic, time.time) if settings.login else None,
+            reads,
         )
         self._checks: dict[str, asyncio.Future[FlagsChecked]] = {}
         """Flags that are being checked."""
@@ -241,6 +249,7 @@ class FleetServer:
         self._sweeping: asyncio.Task[None] | None = None
         self._judging: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
         """Task that watches the workers; None: there is one host."""
         self._spoolless: set[str] = set()
@@ -263,7 +272,7 @@ class FleetServer:
         """
         stored = self._backend.stored
         await self._lead()
-        await self._look_at_gpus()
+        await self._watch.look_first()
         if (key := await stored(self._store.first_admin_key)) is not None:
             keep_key(self._settings.path("admin-key"), key)
             say(f"the first admin's key is in {self._settings.path('admin-key')}")
@@ -294,6 +303,7 @@ class FleetServer:
         self._sweeping = self._keep_on(self._sweep, "grants")
         self._judging = self._keep_on(self._judge, "roll-outs")
         self._fetching = self._keep_on(self._files.run, "model files")
+        self._reading = self._keep_on(self._model_folders.run, "folders of models")
         if self._settings.ray:
             self._joining = self._keep_on(self._cluster.run, "workers")
         if days := self._settings.keep_usage_days:
@@ -349,21 +359,6 @@ class FleetServer:
             memory.devices.recall(one)
         await stored(forget_engines, database, [engine_of(one) for one in get_args(Engine)])
         memory.figures.recall(await stored(stored_figures, database))
-
-    async def _look_at_gpus(self) -> None:
-        """Raises StartupError where the driver hangs."""
-        try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                await asyncio.to_thread(self._watch.read_sample)
-        except TimeoutError as error:
-            raise StartupError(
-                f"the GPUs' driver doesn't answer within {LOOK_TIMEOUT_S:g} s"
-            ) from error
-        inventory = self._watch.inventory
-        for one in inventory.devices:
-            say(f"{one}: {one.total} bytes, {one.free} are free")
-        if missing := missing_devices(inventory):
-            say(missing)
 
     async def _serve(self, sock: socket.socket) -> None:
         app = make_app(self._backend)
@@ -479,6 +474,7 @@ class FleetServer:
             self._keeping,
             self._watching,
             self._fetching,
+            self._reading,
             self._joining,
         )
         await self._files.close()
@@ -538,8 +534,11 @@ class FleetServer:
         with guard("files of models"):
             await self._files.take_models(sources_of(rows, rollouts, self._files.resolved))
         specs = [*(row.spec for row in rows), *(one.base_spec for one in rollouts.values())]
+        specs = list(map(self._files.resolved, specs))
         with guard("files on workers"):
-            await self._folders.take_models(list(map(self._files.resolved, specs)))
+            await self._folders.take_models(specs)
+        with guard("folders of models"):
+            await self._model_folders.take_models(specs)
         self._models.take_catalogue(
             CatalogEntry(
                 row.model_id,

@@ -20,6 +20,7 @@ from kvmig.command.launch import HANG_S, HEALTH
 from kvmig.command.server_environment import check_named
 from kvmig.command.template import check_template
 from kvmig.core.errors import ConfigError
+from kvmig.core.read_progress import note_path
 from kvmig.fleet.schedule import ScheduledFloor, parse_cron, zone_of
 from kvmig.sources.source import parse_source
 
@@ -284,6 +285,7 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     else:
         _check_no_command(where, spec)
     if spec.engine not in ("toy", "command") and not source.is_remote:
+        note_path(spec.folder, where)
         if not Path(spec.folder).is_dir() and Path(spec.folder).is_absolute():
             raise ConfigError(
                 f"{where}: source is {spec.folder!r:.200}, which is no folder here; {GET_ONE}"
@@ -328,10 +330,12 @@ def _check_command(where: str, spec: ModelSpec) -> None:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     program = spec.command[0]
+    note_path(program, where)
     if shutil.which(program) is None:
         raise ConfigError(
             f"{where}: command begins with {program!r:.200}, which is no program here"
         )
+    note_path(spec.folder, where)
     if not parse_source(spec.source).is_remote and not Path(spec.folder).exists():
         raise ConfigError(f"{where}: source is {spec.folder!r:.200}, which is not here; {GET_ONE}")
     if not spec.memory:
@@ -535,6 +539,7 @@ def _check_name(name: str) -> None:
 def _check_folder(field: str, folder: str) -> None:
     if not Path(folder).is_absolute():
         raise ConfigError(f"{field} is {folder!r:.200}, must be a folder's whole path")
+    note_path(folder, field)
     if not Path(folder).is_dir():
         raise ConfigError(f"{field} is {folder!r:.200}, which is no folder here")
 

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from kvmig.core.storage_reads import StorageReads
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.spec import PATH, ModelSpec
 from kvmig.fleet.worker_files import PrefetchedFolder
@@ -30,12 +32,15 @@ class WorkerFolders:
         files: ModelFiles,
         used: Callable[[], Collection[str]],
         most_bytes: int,
+        reads: StorageReads | None = None,
     ) -> None:
-        """used: folders that deployments were started from. most_bytes: of a node's files."""
+        """used: folders that deployments were started from. most_bytes: of a node's files. reads:
+        threads that look at folders."""
         self._pool = pool
         self._files = files
         self._used = used
         self._most_bytes = most_bytes
+        self._reads = reads or StorageReads()
 
     async def start(self, fleet: str, term: int) -> None:
         """Mark the server's folder, so that nodes which see it know it. fleet, term: see
@@ -43,7 +48,8 @@ class WorkerFolders:
         if self._pool.there:
             self._pool.take_lead(fleet, term)
             root = self._files.folder.root
-            word = await asyncio.to_thread(owner_word, root)
+            read = partial(owner_word, root)
+            word = await self._reads.read("the files of models", str(root), read)
             self._pool.files.take_place(str(root), word, self._most_bytes)
 
     async def take_models(self, specs: Collection[ModelSpec]) -> None:
@@ -56,12 +62,10 @@ class WorkerFolders:
         own = {one.folder for one in specs if one.source.startswith(PATH)} - whole.keys()
         older = {one for one in self._used() if one not in whole and folder.owns(one)}
 
-        def look() -> tuple[dict[str, str], list[str]]:
-            found = {one: _alone(one, lambda one: folder.manifest(Path(one).name)) for one in older}
-            digests = {one: it.digest for one, it in found.items() if it is not None}
-            return digests, [one for one in own if _alone(one, lambda one: Path(one).is_dir())]
-
-        digests, paths = await asyncio.to_thread(look)
+        manifests = await self._look_at(older, lambda one: folder.manifest(Path(one).name))
+        digests = {one: it.digest for one, it in manifests.items() if it is not None}
+        there = await self._look_at(own, lambda one: Path(one).is_dir())
+        paths = [one for one, is_there in there.items() if is_there]
         prefetched = [
             PrefetchedFolder(one.folder, one.worker_selector)
             for one in specs
@@ -69,14 +73,22 @@ class WorkerFolders:
         ]
         self._pool.files.take_folders({**whole, **digests}, paths, prefetched)
 
+    async def _look_at(
+        self, folders: Collection[str], look: Callable[[str], Found]
+    ) -> dict[str, Found]:
+        """What is found in these folders; one that can't be looked at keeps no other one back."""
 
-def _alone(folder: str, look: Callable[[str], Found]) -> Found | None:
-    """What a look at a folder finds; None: it can't be looked at, which keeps no other one back."""
-    try:
-        return look(folder)
-    except (OSError, ValueError) as error:
-        log.warning("%s can't be looked at: %s", folder, error)
-        return None
+        async def look_alone(folder: str) -> None:
+            try:
+                found[folder] = await self._reads.read(
+                    "the workers' files", folder, partial(look, folder)
+                )
+            except (OSError, ValueError) as error:
+                log.warning("%s can't be looked at: %s", folder, error)
+
+        found: dict[str, Found] = {}
+        await asyncio.gather(*map(look_alone, folders))
+        return found
 
 
 def owner_word(root: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvmig.core.config import SPARE_FILES
 from kvmig.core.errors import ConfigError
+from kvmig.core.read_progress import note_path
 from kvmig.core.secret import SECRET
 from kvmig.engines.registry import kind_of
 from kvmig.engines.weight_bytes import local_folder, weight_bytes
@@ -106,8 +107,14 @@ def weights_of(model: str, dtype: str = "auto", revision: str | None = None) -> 
         return 0
     patterns = "*.safetensors", "*.bin", "*.pt", "*.index.json"
     files = sorted(file for pattern in patterns for file in folder.glob(pattern))
-    found = tuple((file.name, (said := file.stat()).st_size, said.st_mtime_ns) for file in files)
-    return _weights_by_headers(str(folder), dtype, found)
+    return _weights_by_headers(str(folder), dtype, tuple(map(_seen, files)))
+
+
+def _seen(file: Path) -> tuple[str, int, int]:
+    """What changes of a file with its content."""
+    note_path(file)
+    found = file.stat()
+    return file.name, found.st_size, found.st_mtime_ns
 
 
 @lru_cache(maxsize=1024)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvmig.core.open_files import lacks_descriptor
+from kvmig.core.read_progress import note_path
 from kvmig.sources.file_list import RemoteFile
 from kvmig.sources.source import ModelSource
 
@@ -111,6 +112,7 @@ class FilesFolder:
         """The folders of downloads that have not ended well, by name. Raises OSError."""
         found = {}
         for part in (self.root / "part").iterdir():
+            note_path(part)
             with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
                 source = (part / SOURCE).read_text()
                 sizes = [one.stat().st_size for one in part.rglob("*") if one.is_file()]
@@ -163,6 +165,7 @@ class FilesFolder:
         """The manifest of a whole folder whose files are all there; None: it isn't whole. Raises
         OSError where this process has no file descriptor free to look."""
         folder = self.whole(name)
+        note_path(folder)
         try:
             found = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=FilesManifest)
             sizes = all((folder / one.name).stat().st_size == one.size for one in found.files)
@@ -183,7 +186,7 @@ class FilesFolder:
             path.rename(away)
         except FileNotFoundError:
             return
-        shutil.rmtree(away)
+        remove_tree(away)
 
     def names(self) -> Iterator[str]:
         """The names of all folders, whole or in part."""
@@ -192,9 +195,19 @@ class FilesFolder:
 
     def sweep(self) -> None:
         """Remove what an interrupted removal has left, and heads. Raises OSError."""
+        note_path(self.root)
         for kind in ("gone", "heads"):
             for path in (self.root / kind).iterdir():
-                shutil.rmtree(path)
+                remove_tree(path)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with all that is in it, file by file. Raises OSError."""
+    for path in list(folder.rglob("*")):
+        note_path(path)
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+    shutil.rmtree(folder)
 
 
 def sync_folder(path: Path) -> None:

@@ -14,6 +14,7 @@ from kvmig.core.errors import ConfigError
 from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.device_watch import DeviceWatch
 from kvmig.fleet.host_memory import LEAST_REST, MemoryBudget
+from kvmig.fleet.model_folders import ModelFolders
 from kvmig.fleet.model_shapes import tokenizer_of
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.fleet.step_memory import ENTRY, MERGE
@@ -217,4 +218,24 @@ def test_a_tokenizer_counts_by_its_entries_and_merges_once_for_all_workers(llama
 @pytest.mark.parametrize("text", ["", "{}", '{"model": 1}', '{"model": {"vocab": 1}}', "\xff"])
 def test_a_tokenizer_that_cannot_be_read_counts_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_bytes(text.encode("latin-1"))
-    assert tokenizer_of(str(tmp_path)) == 0
+    assert tokenizer_of(ModelFolders().read_folder(str(tmp_path))) == 0
+
+
+def test_a_file_that_was_half_written_or_is_replaced_counts_as_it_is_now(llama: Path) -> None:
+    """Reads are remembered by what changes of a file with its content; failures never are."""
+    config, tokenizer = llama / "config.json", llama / "tokenizer.json"
+    whole, budget, model = config.read_text(), MemoryBudget(), spec(llama, flags=EAGER)
+    config.write_text(whole[:20])
+    tokenizer.write_text('{"model": {"vocab": {"a"')
+    assert (budget.step(model), budget.tokenizer(model)) == (0, 0)
+    config.write_text(whole)
+    tokenizer.write_text('{"model": {"vocab": {"a": 0}}}')
+    step = budget.step(model)
+    assert step > 0
+    assert budget.tokenizer(model) == ENTRY
+    config.write_text(json.dumps({**LLAMA, "vocab_size": 4096}))
+    tokenizer.write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
+    assert budget.step(model) > step
+    assert budget.tokenizer(model) == 2 * ENTRY
+    config.unlink()
+    assert budget.step(model) == 0

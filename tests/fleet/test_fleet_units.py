@@ -311,7 +311,7 @@ async def test_what_a_model_takes_besides_its_lease_is_measured_where_nothing_ch
 ) -> None:
     """The driver and the agent are asked at different times, so one of them alone may be late."""
     monkeypatch.setattr("kvmig.fleet.deployments.RETRY_S", 60.0)
-    monkeypatch.setattr("kvmig.fleet.device_budget.weight_files", lambda spec: 2 * GIB)
+    monkeypatch.setattr("kvmig.fleet.device_budget.weight_files", lambda spec, facts: 2 * GIB)
     fleet.add("a", gpu_memory=0)
     fleet.want("a")
     fleet.answers()

@@ -14,9 +14,11 @@ import msgspec
 import pytest
 
 from kvmig.core.errors import ConfigError
+from kvmig.core.storage_reads import StorageReads
 from kvmig.fleet.managed_model import DeploymentRecord
 from kvmig.fleet.orders import Program, StartDeployment
 from kvmig.fleet.read_ahead import WeightsReader, read_weights, weights_folder
+from tests.support.hung_files import HungFile
 
 
 @pytest.fixture
@@ -100,3 +102,20 @@ def test_the_folder_is_that_of_a_model_on_this_host() -> None:
     assert weights_folder(start(there)) == ""
     assert weights_folder(start(here, engine="toy")) == ""
     assert weights_folder(start({}, "unit")) == ""
+
+
+async def test_weights_whose_storage_hangs_are_given_up_and_the_next_ones_are_read(
+    tmp_path: Path,
+) -> None:
+    far, near = tmp_path / "far", tmp_path / "near"
+    for folder in (far, near):
+        folder.mkdir()
+    hung = HungFile(far / "a.safetensors")
+    make_files(near, a_safetensors=5000)
+    reader = WeightsReader(lambda: 1 << 30, StorageReads(silent_s=0.3))
+    try:
+        coming = [reader.begin(str(one)) for one in (far, near)]
+        assert await asyncio.gather(*coming) == [0, 5000]
+    finally:
+        hung.release()
+        await reader.close()

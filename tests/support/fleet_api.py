@@ -10,10 +10,13 @@ import httpx
 
 from kvmig.accounts.keys import KeyIndex
 from kvmig.core.errors import ConfigError
+from kvmig.core.storage_reads import SILENT_S, StorageReads
 from kvmig.fleet.api import ApiBackend, make_app
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
+from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.model_folders import WatchedFolders
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore
@@ -24,13 +27,19 @@ from tests.support.fleet_stores import Place, idle_files
 class Api:
     """Calls of the API."""
 
-    def __init__(self, place: Place, sessions: PageSessions | None = None) -> None:
+    def __init__(
+        self, place: Place, sessions: PageSessions | None = None, silent_s: float = SILENT_S
+    ) -> None:
+        """silent_s: of users' storage, until it is given up."""
         settings = FleetSettings(data=str(place.folder))
+        reads = StorageReads(silent_s=silent_s)
+        self.folders = WatchedFolders(reads)
         self.folder = place.folder
         self.store = FleetStore(place.url, place.folder / "pepper", wait_s=0.2)
         self.keys = KeyIndex(b"")
         self.changes = 0
-        self.models = ModelController(settings, lambda _: None, lambda _, __: 0, MemoryBudget())
+        memory = MemoryBudget(devices=DeviceBudget(folders=self.folders))
+        self.models = ModelController(settings, lambda _: None, lambda _, __: 0, memory)
         self.backend = ApiBackend(
             settings,
             self.store,
@@ -42,6 +51,7 @@ class Api:
             self._metrics,
             idle_files(settings, self.store, lambda *args: self.backend.stored(*args)),
             CatalogueReader("", time.monotonic),
+            reads=reads,
         )
         self._http = self._client(sessions)
 
