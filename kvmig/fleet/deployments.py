@@ -227,8 +227,8 @@ class DeploymentWatcher:
         """Give an order about an instance; its effect is known then. If only the answer got lost,
         the next contact shows the effect, and the order isn't given again.
 
-        reported: whether an event after the order has the effect. there: whether the first event of
-        another contact has it, which other things may have changed, too.
+        reported: whether an event has changed what the order changes. there: whether the effect is
+        known: an event may have come before the answer, or an earlier order may have had it.
         """
         try:
             await order
@@ -237,23 +237,30 @@ class DeploymentWatcher:
             if not there():
                 raise
         else:
-            await self._until({instance}, reported)
+            await self._until({instance}, lambda: reported() or there())
 
     def _names(self) -> set[str]:
         return {one.id for one in self.told.data}
 
     def _restarts(self, instance: str, start: RolledStart) -> bool:
-        """Whether an instance is such, or leaves its requests to others before it is."""
+        """Whether an instance is such, leaves its requests to others before it is, or awaits its
+        turn."""
         rows = [one for one in self.told.data if one.id == instance]
-        return any(one.state == "draining" or start_of_instance(one) == start for one in rows)
+        return any(
+            one.state == "draining"
+            or (one.state == "serving" and one.detail)
+            or start_of_instance(one) == start
+            for one in rows
+        )
 
     def _state_of(self, instance: str) -> str | None:
         return next((one.state for one in self.told.data if one.id == instance), None)
 
-    def _row_of(self, instance: str) -> tuple[str, str, str, int] | None:
+    def _row_of(self, instance: str) -> tuple[object, ...] | None:
         """What a restart changes of it, however soon it is over."""
         rows = (one for one in self.told.data if one.id == instance)
-        return next(((one.state, one.flags, one.vllm, one.pid) for one in rows), None)
+        changed = ((one.state, one.detail, one.flags, one.vllm, one.pid) for one in rows)
+        return next(changed, None)
 
     async def move(self, request_id: str, destination: str | None) -> MoveRecord:
         """Move a request, and wait for the end of its migration. destination: None: the instance

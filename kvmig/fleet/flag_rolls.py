@@ -94,13 +94,18 @@ class RollStep(NamedTuple):
     """Seconds for those of its requests that no other instance can have; None: no limit."""
 
 
+def is_settled(one: FlaggedInstance) -> bool:
+    """Whether it serves, and is not to start again or to end: then there would be a detail."""
+    return one.state == "serving" and not one.detail
+
+
 def next_roll(
     instances: Sequence[FlaggedInstance], start: RolledStart, deadline_s: float | None = None
 ) -> RollStep | None:
     """The step towards instances that are all started so; None: nothing is to be done now."""
     live = [one for one in instances if one.state != "failed"]
     old = [one for one in live if start_of_instance(one) != start]
-    if not old or any(one.state != "serving" for one in live):
+    if not old or not all(map(is_settled, live)):
         return None
     if len(live) == 1:
         return RollStep("", start)
@@ -134,7 +139,7 @@ def why_failed(
     for one in instances:
         if one.state == "failed" and start_of_instance(one) == start:
             return f"instance {one.id}: {one.detail}"
-    settled = all(one.state in ("serving", "failed") for one in instances)
+    settled = all(one.state == "failed" or is_settled(one) for one in instances)
     if tried is None or tried.start != start or not settled:
         return ""
     if any(one.id == tried.instance and start_of_instance(one) != start for one in instances):

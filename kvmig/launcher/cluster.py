@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 
 import msgspec
@@ -24,6 +25,8 @@ from kvmig.core.background import cancel_tasks
 from kvmig.core.config import ClusterConfig, instance_name
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.order_fence import NO_TOKEN
+from kvmig.core.read_progress import note_path
+from kvmig.core.storage_reads import StorageReads, StorageSilent
 from kvmig.launcher.instance import DrainDeadline, ManagedInstance
 from kvmig.launcher.launch import LlumletLaunch, LlumletLauncher, PlannedInstance
 from kvmig.launcher.shapes import InstanceShape, InstanceShapes, check_node
@@ -82,6 +85,7 @@ class InstanceManager:
         self._shapes = shapes
         self._launcher = launcher
         self._weights_of = weights_of
+        self._reads = StorageReads()
         self._units = units
         self._gpus = gpus
         self._nodes = nodes
@@ -251,23 +255,18 @@ class InstanceManager:
             one.stop_drain()
         return tuple(one.name for one in draining)
 
-    def restart(self, order: RestartInstances) -> tuple[str, ...]:
-        """Start some again, each once it is drained, one after the other; their names.
+    def restart(self, order: RestartInstances, coming: str = "") -> tuple[str, ...]:
+        """Start some again, each once it is drained, one after the other; their names. Members
+        show at once which are to.
 
         With a tree: as that build of the engine. Stops at the first that doesn't serve again, or
         not as that build. A fleet's server that has got no answer gives the same order again; it is
-        carried out once. Raises OrderRefused.
+        carried out once. coming: from `look_at_files`. Raises OrderRefused.
         """
         if names := self._repeated(order):
             return names
         deadline = self._deadline(order)
-        serving = [one for one in self._instances.values() if one.state == "serving"]
-        wanted = [self._find(name) for name in dict.fromkeys(order.instances)] or serving
-        coming = self._weights_of(self._shapes.argv)
-        if len(serving) < 2:
-            raise OrderRefused("conflict", self._few(serving, coming))
-        if idle := [one.name for one in wanted if one.state != "serving"]:
-            raise OrderRefused("conflict", f"instance {idle[0]} doesn't serve")
+        wanted = self._serving(order.instances, coming)
         before, later = self._shapes.trees, self._shapes.later
         trees = before
         tree: str | None = None
@@ -291,6 +290,8 @@ class InstanceManager:
             say(f"rolling restart: {stopped or 'done'}")
             if not stopped:
                 return
+            for one in wanted:
+                one.leave_turn()
             self._shapes.trees, self._shapes.later = before, later
             if trees.usual != before.usual:
                 try:
@@ -298,12 +299,47 @@ class InstanceManager:
                 except StartupError as error:  # instances start without it then
                     log.warning("%s", error)
 
+        for one in wanted:
+            one.await_turn()
         self._rolling = asyncio.create_task(roll(), name="rolling restart")
         self._rolled = _anonymous(order)
         self._rolled_names = tuple(one.name for one in wanted)
         self.preferred_weights = coming
         self.changed()
         return self._rolled_names
+
+    def _serving(self, names: Sequence[str], coming: str) -> list[ManagedInstance]:
+        """The instances of these names, or all that serve, if they can start again one after the
+        other. Raises OrderRefused."""
+        serving = [one for one in self._instances.values() if one.state == "serving"]
+        wanted = [self._find(name) for name in dict.fromkeys(names)] or serving
+        if len(serving) < 2:
+            raise OrderRefused("conflict", self._few(serving, coming))
+        if idle := [one.name for one in wanted if one.state != "serving"]:
+            raise OrderRefused("conflict", f"instance {idle[0]} doesn't serve")
+        return wanted
+
+    async def look_at_files(self, order: AddInstances | RestartInstances) -> str:
+        """Look at what an order needs of users' storage, on which nothing here may wait: the folder
+        of the engine, and for a restart the weights. Returns the identity of what an instance would
+        load now; empty: it isn't known. Raises OrderRefused where the storage doesn't answer."""
+        argv, tree = list(self._shapes.argv), order.tree or ""
+        restarts = isinstance(order, RestartInstances)
+        if not (restarts or tree):
+            return ""
+        model = next(iter(argv), "")
+
+        def look() -> str:
+            note_path(tree, "vllm")
+            with suppress(ConfigError):  # which refuses the order
+                self._shapes.tree(tree)
+            note_path(model, f"model {model}")
+            return self._weights_of(argv) if restarts else ""
+
+        try:
+            return await self._reads.read(f"model {model}", tree or model, look)
+        except StorageSilent as error:
+            raise OrderRefused("conflict", str(error)) from error
 
     def _repeated(self, order: RestartInstances) -> tuple[str, ...]:
         """The names of those that the same order restarts now; none: no rolling restart is under

@@ -112,8 +112,8 @@ class ControlServer:
                 self._tasks.start(self._ask_others(sender, message))
             elif isinstance(message, FrontAnswer):
                 self._questions.take_answer(sender, message)
-            elif isinstance(message, Order):
-                self._send(sender, self._answer(message))
+            elif isinstance(message, Order):  # in the order in which they come, as far as
+                self._tasks.start(self._answer(sender, message))  # nothing has to be read first
             else:
                 name = type(message).__name__
                 self._server.refusals.count(PeerError(f"{name} isn't for a launcher"))
@@ -163,17 +163,21 @@ class ControlServer:
             MessagesRefused("scheduler", self._cluster.scheduler_refusals),
         ]
 
-    def _answer(self, order: Order) -> OrderDone:
+    async def _answer(self, sender: bytes, order: Order) -> None:
         try:
-            names = self._carry_out(order)
-            return OrderDone(order.call_id, self._cluster.public_names(names))
+            coming = ""
+            if isinstance(order, AddInstances | RestartInstances):
+                coming = await self._cluster.look_at_files(order)
+            names = self._carry_out(order, coming)
+            done = OrderDone(order.call_id, self._cluster.public_names(names))
         except OrderRefused as refused:
-            return OrderDone(order.call_id, (), refused.refusal, str(refused))
-        except Exception as error:  # the next order must be heard
+            done = OrderDone(order.call_id, (), refused.refusal, str(refused))
+        except Exception as error:  # the front end waits for an answer
             log.exception("%s failed", order)
-            return OrderDone(order.call_id, (), "failed", f"the launcher failed: {error!r}")
+            done = OrderDone(order.call_id, (), "failed", f"the launcher failed: {error!r}")
+        self._send(sender, done)
 
-    def _carry_out(self, order: Order) -> tuple[str, ...]:
+    def _carry_out(self, order: Order, coming: str) -> tuple[str, ...]:
         if why := self._fence.refuse(order.token):
             raise OrderRefused("conflict", why)
         match order:
@@ -186,7 +190,7 @@ class ControlServer:
             case StopDrain():
                 return self._cluster.stop_drain(order)
             case RestartInstances():
-                return self._cluster.restart(order)
+                return self._cluster.restart(order, coming)
 
     def _members(self, members: Sequence[ClusterMember]) -> None:
         if self._open:

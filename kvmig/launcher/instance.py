@@ -43,6 +43,8 @@ POLL_S = 0.05
 SETTLE_S = 0.5
 """Time for messages to arrive that were sent to an instance before it drained."""
 RENEWED = "it was ordered to start again"
+TURN = "starts again when its turn comes"
+"""Detail of one that serves, and is to start again."""
 REPORT_S = 1.0
 """Time beyond the deadline for front ends to report what they could not move of sessions."""
 EVACUATE_S = 2.0
@@ -223,6 +225,15 @@ class ManagedInstance:
         self._renewing = asyncio.get_running_loop().create_future()
         self._want("draining", "starts again when it is empty")
         return self._renewing
+
+    def await_turn(self) -> None:
+        """Show that it is to start again; it serves until `restart`."""
+        self._set(self.state, TURN)
+
+    def leave_turn(self) -> None:
+        """Show no more that it is to start again; without effect once its turn has come."""
+        if self._detail == TURN:
+            self._set(self.state, "")
 
     def leave_last(self) -> None:
         """End the last instance once nothing runs on it; it serves until then."""

@@ -27,7 +27,8 @@ START = RolledStart(SEQS)
 
 
 def row(name: str, flags: str = "", state: str = "serving", used: int = 0) -> InstanceRow:
-    return InstanceRow(id=name, state=state, flags=flags, blocks_used=used, detail="no room")
+    detail = "" if state == "serving" else "no room"
+    return InstanceRow(id=name, state=state, flags=flags, blocks_used=used, detail=detail)
 
 
 def test_an_instance_that_only_starts_or_is_drained_has_nothing_to_become() -> None:
@@ -78,6 +79,8 @@ def test_one_instance_at_a_time_starts_again_and_the_one_with_the_least_first() 
     assert next_roll(rows, START, 30) == RollStep("i1", START, 30)
     assert next_roll([*rows, row("i3", state="starting")], START) is None
     assert next_roll([*rows[:2], row("i2", state="draining")], START) is None
+    waits = replace(row("i2"), detail="starts again when its turn comes")
+    assert next_roll([*rows[:2], waits], START) is None
     assert next_roll([row("i0", SEQS)], START) is None
 
 

@@ -43,6 +43,8 @@ class Deployment:
         """Whether it answers no order."""
         self.loses_answers = False
         """Whether it carries out orders, and its answers get lost."""
+        self.detail: str | None = None
+        """All that an order to restart changes of its instance; None: its flags."""
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.handlers.append(asyncio.create_task(self._answer(reader, writer)))
@@ -72,10 +74,11 @@ class Deployment:
                     length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
                     order = msgspec.json.decode(await reader.readexactly(length))
                     count = order.get("count", 0)
+                    effect = {"flags": order.get("flags", "")}
+                    if self.detail is not None:
+                        effect = {"detail": self.detail}
                     self.rows = [
-                        replace(one, flags=order["flags"])
-                        if one.id in order.get("instances", ())
-                        else one
+                        replace(one, **effect) if one.id in order.get("instances", ()) else one
                         for one in self.rows
                     ]
                     about = [
@@ -239,6 +242,19 @@ async def test_an_order_of_which_only_the_answer_got_lost_is_found_carried_out(
     assert watched.told.data[1].state == "draining"
     orders = [word for word, _ in deployment.tokens if word != "events"]
     assert orders == ["restart", "instances", "i1"]
+
+
+@pytest.mark.parametrize("before", ["serving", "draining"])
+async def test_a_restart_that_awaits_its_turn_or_was_ordered_before_is_known_without_a_wait(
+    deployment: tuple[Deployment, DeploymentWatcher], monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    made, watched = deployment
+    monkeypatch.setattr("kvmig.fleet.deployments.TOLD_S", 2.0)
+    made.detail = "starts again when its turn comes" if before == "serving" else ""
+    made.rows[1] = replace(made.rows[1], state=before)
+    await until(lambda: watched.told.data[1:] and watched.told.data[1].state == before)
+    await watched.restart(RESTART)
+    assert watched.told.data[1].detail == made.detail
 
 
 async def test_of_an_order_that_nobody_carries_out_it_is_known_that_it_never_will_be(

@@ -53,7 +53,8 @@ class RollBench(Bench):
         self.asked.append(("", flags, None))
         state = "failed" if self.bad and flags == self.bad else "serving"
         name = f"i{len(self.rows)}"
-        one = InstanceRow(id=name, state=state, detail="no room", blocks_total=1000, flags=flags)
+        detail = "no room" if state == "failed" else ""
+        one = InstanceRow(id=name, state=state, detail=detail, blocks_total=1000, flags=flags)
         self.rows.append(one)
         return {name}
 
