@@ -192,19 +192,20 @@ class DestinationSession(MigrationSession[Event, Action]):
         return []
 
     async def _open(self, export: RequestExport) -> list[Action]:
-        """Reserve blocks for the request, and take the first transport that works here."""
+        """Take the first transport that works here, and reserve blocks for the request."""
         opening, engine = self.opening, self._engine
+        try:
+            async with self._in_time():
+                self._inbox = await self._context.inboxes.open(opening.offers)
+        except TransportError as error:
+            raise MigrationRefused("incompatible", str(error)) from error
+        # Just before the engine takes the request: its weights may have been updated meanwhile.
         ours = engine.layout.fingerprint
         if opening.model != ours:
             raise MigrationRefused("incompatible", f"{opening.model}; here: {ours}")
         if not (opening.inexact or self._exact):
             differs = difference(engine.numerics, opening.numerics)
             raise MigrationRefused("incompatible", f"its logits round differently: {differs}")
-        try:
-            async with self._in_time():
-                self._inbox = await self._context.inboxes.open(opening.offers)
-        except TransportError as error:
-            raise MigrationRefused("incompatible", str(error)) from error
         async with self._in_time():
             hit_blocks = await engine.reserve(export)
         return self.machine.reserved(hit_blocks, self._inbox.transport)

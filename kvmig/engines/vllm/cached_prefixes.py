@@ -15,7 +15,7 @@ All but `beginning_of` runs on the engine's thread between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -28,12 +28,9 @@ from vllm.v1.request import Request
 from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines.base import RequestTail, StagedBlocks
 from kvmig.engines.vllm.core import StepCore
-from kvmig.engines.vllm.migration import check_awake
+from kvmig.engines.vllm.migration import Weights, check_awake, check_unchanged_weights
 from kvmig.engines.vllm.offload import CacheOffload
 from kvmig.engines.vllm.tables import RequestTables, SentBlocks
-
-Weights = Callable[[], str]
-"""The identity of the engine's weights now."""
 
 
 def beginning_of(
@@ -268,8 +265,7 @@ class PrefixSource:
         leaving = self._leaving.get(request_id)
         if leaving is None:
             raise RequestGone("finished", f"{request_id} is not held here")
-        if leaving.weights != self._pool.weights():
-            raise MigrationRefused("incompatible", "the weights were updated meanwhile")
+        check_unchanged_weights(leaving.weights, self._pool.weights())
         return leaving
 
 
@@ -296,10 +292,14 @@ class PrefixDestination:
         """Sessions that have a reservation, by the id of their move."""
         return set(self._arriving)
 
-    def reserve(self, request: Request, tokens: int) -> int:
-        """Take blocks for the first `tokens` of the request's; how many hold them already."""
+    def reserve(self, request: Request, tokens: int, weights: str) -> int:
+        """Take blocks for the first `tokens` of the request's; how many hold them already.
+
+        weights: those of the source.
+        """
         pool, request_id = self._pool, request.request_id
         check_awake(pool.core)
+        check_unchanged_weights(weights, pool.weights())
         if pool.unmovable:
             raise MigrationRefused("unsupported", pool.unmovable)
         if request_id in self._arriving:
@@ -313,7 +313,7 @@ class PrefixDestination:
         except MigrationRefused:
             pool.free(held)
             raise
-        self._arriving[request_id] = ArrivingPrefix(request, whole, held.tokens, pool.weights())
+        self._arriving[request_id] = ArrivingPrefix(request, whole, held.tokens, weights)
         return pool.hits(held.tokens)
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
@@ -327,8 +327,7 @@ class PrefixDestination:
         """Let prompts find the blocks, which have come, until others need the room."""
         check_awake(self._pool.core)
         arriving = self._known(request_id)
-        if arriving.weights != self._pool.weights():
-            raise MigrationRefused("incompatible", "the weights were updated meanwhile")
+        check_unchanged_weights(arriving.weights, self._pool.weights())
         self._pool.cache(arriving.request, arriving.whole, arriving.hit_tokens)
         self.cancel(request_id)
 

@@ -245,8 +245,23 @@ def numerics_of(core: EngineCore, probe: str = "") -> str:
         kv=config.cache_config.cache_dtype,
         workers=workers_word(config),
         compiled=int(config.compilation_config.mode or 0),
+        **answer_words(config),
         **workers[0],
     )
+
+
+def answer_words(config: VllmConfig) -> dict[str, str]:
+    """Settings by which the same logits give other tokens or log-probabilities, where they are not
+    vLLM's defaults."""
+    model, guided = config.model_config, config.structured_outputs_config
+    ways = ("enable_in_reasoning", "disable_any_whitespace", "disable_additional_properties")
+    words = {
+        "logprobs": "" if model.logprobs_mode == "raw_logprobs" else model.logprobs_mode,
+        "processors": "+".join(map(str, model.logits_processors or ())),
+        "noise": "fp64" if model.use_fp64_gumbel else "",
+        "guided": "+".join(way for way in ways if getattr(guided, way)),
+    }
+    return {name: word for name, word in words.items() if word}
 
 
 def workers_word(config: VllmConfig) -> str:

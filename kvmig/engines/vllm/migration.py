@@ -61,6 +61,16 @@ def check_movable(request: Request, config: VllmConfig) -> None:
         raise MigrationRefused("unsupported", reason)
 
 
+Weights = Callable[[], str]
+"""The identity of an engine's weights now; on the engine's thread."""
+
+
+def check_unchanged_weights(began: str, now: str) -> None:
+    """Refuse a request, or a session, that began under other weights. Raises MigrationRefused."""
+    if began != now:
+        raise MigrationRefused("incompatible", "the weights were updated meanwhile")
+
+
 def check_awake(core: StepCore) -> None:
     """Refuse while the engine is paused or asleep.
 
@@ -145,6 +155,8 @@ class VllmProgress(msgspec.Struct, frozen=True):
     events: list[tuple[int, float]] = []
     """The times in the queue that its first output will report (`EngineCoreEventType`, seconds
     ago); empty once it was sent. Ages, since each machine has a clock of its own."""
+    max_tokens: int = 0
+    """Tokens that its engine lets a request have (`--max-model-len`); 0: not known."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -226,6 +238,7 @@ class VllmLeaving:
     request: Request
     num_preemptions: int
     exported_outputs: int
+    weights: str
     sent: SentBlocks | None = None
     """Known from the first stage, or the tail, on."""
     suspended: bool = False
@@ -235,19 +248,21 @@ class VllmLeaving:
 class VllmSource:
     """Exports, stages, suspends and gives up requests of one engine."""
 
-    def __init__(self, core: StepCore, tables: RequestTables) -> None:
+    def __init__(self, core: StepCore, tables: RequestTables, weights: Weights) -> None:
         self._core = core
         self._scheduler = core.scheduler
         self._tables = tables
+        self._weights = weights
         self._leaving: dict[str, VllmLeaving] = {}
 
-    def export(self, request_id: str) -> VllmProgress:
-        """Watch the request from now on; how far it is now."""
+    def export(self, request_id: str, weights: str) -> VllmProgress:
+        """Watch the request from now on; how far it is now. weights: those that it began under."""
         check_awake(self._core)
+        check_unchanged_weights(weights, self._weights())
         request = self._live(request_id)
         check_movable(request, self._core.vllm_config)
         self._leaving[request_id] = VllmLeaving(
-            request, request.num_preemptions, request.num_output_tokens
+            request, request.num_preemptions, request.num_output_tokens, weights
         )
         return self._progress(request, 0)
 
@@ -381,6 +396,7 @@ class VllmSource:
             generator=runner.generator_state(self._core, request.request_id),
             draft_token_ids=list(request.spec_token_ids),
             events=[(int(one.type), now - one.timestamp) for one in request.events],
+            max_tokens=self._scheduler.max_model_len,
         )
 
     def _live(self, request_id: str) -> Request:
@@ -390,7 +406,8 @@ class VllmSource:
         return request
 
     def _checked(self, request_id: str) -> VllmLeaving:
-        """The post-check: same request, still alive, not preempted since the export."""
+        """The post-check: same request, still alive, not preempted since the export, and the same
+        weights."""
         leaving = self._leaving.get(request_id)
         if leaving is None:
             raise RequestGone("unknown_request", f"request {request_id} was not exported")
@@ -405,6 +422,11 @@ class VllmSource:
         if held := why_held(request, self._core.vllm_config.kv_transfer_config):
             self.resume(request_id)
             raise RequestGone("started", held)
+        try:
+            check_unchanged_weights(leaving.weights, self._weights())
+        except MigrationRefused:
+            self.resume(request_id)
+            raise
         return leaving
 
 
@@ -428,6 +450,8 @@ class VllmArriving:
 
     request: Request
     exported: VllmProgress
+    weights: str
+    """Those that it began under."""
     has_blocks: bool = False
     hit_tokens: int = 0
     """Tokens whose blocks the prefix cache here held already."""
@@ -438,30 +462,34 @@ class VllmArriving:
 class VllmDestination:
     """Reserves blocks for requests of other engines, and runs them after the commit."""
 
-    def __init__(self, core: StepCore, tables: RequestTables, offload: CacheOffload) -> None:
+    def __init__(
+        self, core: StepCore, tables: RequestTables, offload: CacheOffload, weights: Weights
+    ) -> None:
         self._core = core
         self._scheduler = core.scheduler
         self._tables = tables
         self._offload = offload
+        self._weights = weights
         self._arriving: dict[str, VllmArriving] = {}
 
-    def reserve(self, request: Request, exported: VllmProgress) -> int:
+    def reserve(self, request: Request, exported: VllmProgress, weights: str) -> int:
         """Take blocks for the request; returns how many hold its prefix already.
 
-        `request` carries the exported output tokens; it is not in the scheduler yet.
+        `request` carries the exported output tokens; it is not in the scheduler yet. weights:
+        those of the source.
         """
         scheduler, request_id = self._scheduler, request.request_id
         check_awake(self._core)
+        check_unchanged_weights(weights, self._weights())
         if request_id in scheduler.requests or request_id in self._arriving:
             raise MigrationRefused("already_migrating", f"{request_id} is here already")
-        if request.num_tokens > scheduler.max_model_len:
-            raise MigrationRefused("incompatible", f"{request.num_tokens} tokens are too long")
+        _check_end(request, exported.max_tokens, scheduler.max_model_len)
         self._offload.check_left(request_id)
         waits = exported.num_computed_tokens == 0
         if not waits:
             self._check_seat()
         lora.load_adapter(self._core, request)
-        self._arriving[request_id] = arriving = VllmArriving(request, exported)
+        self._arriving[request_id] = arriving = VllmArriving(request, exported, weights)
         if waits:
             return 0  # and it will wait here
         # As PREEMPTED the watermark holds for it: it must not squeeze out those who run here.
@@ -501,6 +529,8 @@ class VllmDestination:
         """
         check_awake(self._core)
         arriving = self._known(request_id)
+        # What has come was computed by those, and goes into the prefix cache here.
+        check_unchanged_weights(arriving.weights, self._weights())
         scheduler, request = self._scheduler, arriving.request
         computed = tail.num_computed_tokens
         self._append(request, tail.output_token_ids)
@@ -714,6 +744,19 @@ class VllmDestination:
         if arriving is None:
             raise MigrationRefused("unknown_request", f"{request_id} has no reservation here")
         return arriving
+
+
+def _check_end(request: Request, there: int, here: int) -> None:
+    """Refuse a request that would end earlier here than there, or later.
+
+    there, here: tokens of a request at most. Raises MigrationRefused.
+    """
+    if request.num_tokens > here:
+        raise MigrationRefused("incompatible", f"{request.num_tokens} tokens are too long")
+    wants = request.num_prompt_tokens + request.max_tokens
+    if there and min(wants, there) != min(wants, here):
+        why = f"it may have {min(wants, there)} tokens there, {min(wants, here)} here"
+        raise MigrationRefused("incompatible", f"{why} (--max-model-len)")
 
 
 def _prefill_stats(request: Request, tail: VllmProgress) -> PrefillStats | None:

@@ -143,10 +143,14 @@ class ServingVllm:
         self.unmovable = unmovable_engine(core.vllm_config) or memory.unmovable
         self.max_tokens: int = core.vllm_config.model_config.max_model_len
         """Most tokens of a request."""
-        self._source = VllmSource(core, memory.tables)
-        offload = CacheOffload(scheduler)
-        self._destination = VllmDestination(core, memory.tables, offload)
-        prefixes = PrefixPool(core, memory.tables, offload, lambda: self._weights)
+        offload, tables = CacheOffload(scheduler), memory.tables
+
+        def weights_now() -> str:
+            return self._weights
+
+        self._source = VllmSource(core, tables, weights_now)
+        self._destination = VllmDestination(core, tables, offload, weights_now)
+        prefixes = PrefixPool(core, tables, offload, weights_now)
         self._prefix_source = PrefixSource(prefixes)
         self._prefix_destination = PrefixDestination(prefixes)
         self._sessions: dict[str, RequestExport] = {}
@@ -321,8 +325,11 @@ class ServingVllm:
         if size := too_large(frames):
             raise MigrationRefused("unsupported", size)
 
+        weights = self.layout.weights  # of the requests that are here and not in `_begun_before`
+
         def look() -> tuple[VllmProgress, Request]:
-            return self._source.export(request_id), self._scheduler.requests[request_id]
+            progress = self._source.export(request_id, weights)
+            return progress, self._scheduler.requests[request_id]
 
         progress, request = await self._on_engine(look)
         adapter = self._core.adapters.identity(request.lora_request)
@@ -403,8 +410,9 @@ class ServingVllm:
     # -- destination
 
     async def reserve(self, export: RequestExport) -> int:
+        weights = self.layout.weights  # the source's: that was checked just now
         if export.idle:
-            return await self._reserve_session(export)
+            return await self._reserve_session(export, weights)
         try:
             progress = decode_progress(export.payload[0])
             check_known(export.payload[1:])
@@ -418,11 +426,13 @@ class ServingVllm:
         if self._core.adapters.identity(request.lora_request) != progress.adapter:
             name = "" if submitted.lora_request is None else submitted.lora_request.lora_name
             raise MigrationRefused("incompatible", f"LoRA adapter {name} is another one here")
-        hit = await self._once_offloaded(lambda: self._destination.reserve(request, progress))
+        hit = await self._once_offloaded(
+            lambda: self._destination.reserve(request, progress, weights)
+        )
         self._incoming.submitted[export.request_id] = list(export.payload[1:])
         return hit
 
-    async def _reserve_session(self, export: RequestExport) -> int:
+    async def _reserve_session(self, export: RequestExport, weights: str) -> int:
         try:
             adapter, frames = export.payload[1].decode(), export.payload[2:]
             check_known(frames)
@@ -433,7 +443,9 @@ class ServingVllm:
         if self._core.adapters.identity(request.lora_request) != adapter:
             raise MigrationRefused("incompatible", "its LoRA adapter is another one here")
         tokens = export.num_tokens
-        return await self._once_offloaded(lambda: self._prefix_destination.reserve(request, tokens))
+        return await self._once_offloaded(
+            lambda: self._prefix_destination.reserve(request, tokens, weights)
+        )
 
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:
         if request_id in self._prefix_destination.arriving:

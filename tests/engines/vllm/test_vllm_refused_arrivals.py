@@ -37,6 +37,8 @@ def request(name: str = "r", tokens: int = 64) -> Request:
 
 NO_TABLES = cast("RequestTables", None)
 """Nothing gets as far as its blocks."""
+WEIGHTS = "w"
+"""Their identity at both ends."""
 
 
 def destination(*running: str, seats: int = 4, longest: int = 100) -> VllmDestination:
@@ -49,7 +51,7 @@ def destination(*running: str, seats: int = 4, longest: int = 100) -> VllmDestin
     scheduler.lora_config = None
     scheduler.connector = None
     core = cast("StepCore", SimpleNamespace(scheduler=scheduler, is_sleeping=lambda: False))
-    return VllmDestination(core, NO_TABLES, CacheOffload(scheduler))
+    return VllmDestination(core, NO_TABLES, CacheOffload(scheduler), lambda: WEIGHTS)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +66,43 @@ def test_a_request_that_has_no_place_is_refused_and_nothing_is_kept(
     there: VllmDestination, comes: Request, reason: str, sentence: str
 ) -> None:
     with pytest.raises(MigrationRefused, match=sentence) as refusal:
-        there.reserve(comes, VllmProgress([], 16, prefilled=False))
+        there.reserve(comes, VllmProgress([], 16, prefilled=False), WEIGHTS)
     assert refusal.value.reason == reason
+    assert there.reserved() == 0
+
+
+@pytest.mark.parametrize(
+    ("limit_there", "limit_here", "sentence"),
+    [
+        (100, 70, "it may have 73 tokens there, 70 here"),
+        (70, 100, "it may have 70 tokens there, 73 here"),
+        (0, 60, "64 tokens are too long"),
+    ],
+)
+def test_a_request_that_would_end_elsewhere_in_its_answer_is_refused(
+    limit_there: int, limit_here: int, sentence: str
+) -> None:
+    """It has 64 tokens, and may get 9."""
+    progress = VllmProgress([], 16, prefilled=False, max_tokens=limit_there)
+    with pytest.raises(MigrationRefused, match=sentence) as refusal:
+        destination(longest=limit_here).reserve(request(), progress, WEIGHTS)
+    assert refusal.value.reason == "incompatible"
+
+
+@pytest.mark.parametrize(("limit_there", "limit_here"), [(100, 73), (73, 100), (0, 70)])
+def test_other_limits_that_it_does_not_reach_keep_no_request_away(
+    limit_there: int, limit_here: int
+) -> None:
+    progress = VllmProgress([], 0, prefilled=False, max_tokens=limit_there)
+    there = destination(longest=limit_here)
+    there.reserve(request(), progress, WEIGHTS)
+    assert there.reserved() == 1
+
+
+def test_a_request_of_other_weights_is_refused() -> None:
+    there = destination()
+    with pytest.raises(MigrationRefused, match="the weights were updated meanwhile"):
+        there.reserve(request(), VllmProgress([], 0, prefilled=False), "others")
     assert there.reserved() == 0
 
 

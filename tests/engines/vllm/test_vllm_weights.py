@@ -10,8 +10,10 @@ import pytest
 from kvmig.core.errors import MigrationRefused, StartupError
 from kvmig.engines.identity import updated
 from tests.support import count_down
-from tests.support.vllm_pair import PROMPT, Pair
+from tests.support.inside import other_weights
+from tests.support.vllm_pair import PROMPT, Pair, assert_same
 from tests.support.vllm_side import Configuration
+from tests.support.vllm_talk import cached
 
 pytestmark = pytest.mark.engine
 
@@ -104,6 +106,64 @@ async def test_a_request_that_began_before_a_reload_stays_and_later_ones_have_it
     await asyncio.sleep(0)
 
     assert engine.layout.weights == before, "what is on disk is what it was"
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+async def test_a_request_does_not_move_past_an_update_of_the_weights(pair: Pair, side: str) -> None:
+    """Its blocks are of those before: at the destination others would find them as a prefix."""
+    unmoved, a, b = await pair.unmoved(PROMPT), pair.a, pair.b
+    export = await pair.exported("stays", PROMPT, until=5)
+    sent = await pair.done(b.engine.reserve(export))
+    sent = await pair.copy_stage(a, b, "stays", sent)
+    b.engine.assign("stays", 1)
+    with (
+        other_weights((a if side == "source" else b).engine),
+        pytest.raises(MigrationRefused, match="weights were updated meanwhile"),
+    ):
+        tail = await pair.suspend(a, "stays", sent)
+        await pair.done(b.engine.commit("stays", tail))
+
+    await pair.done(b.engine.cancel("stays"))
+    await pair.done(a.engine.resume("stays"))
+    assert (b.used_blocks, cached(b)) == (0, 0)
+    assert_same(await pair.finish("stays"), unmoved)
+
+
+@pytest.mark.parametrize("call", ["export", "reserve"])
+async def test_a_call_that_comes_behind_an_update_counts_as_one_before_it(
+    pair: Pair, call: str
+) -> None:
+    """An update takes seconds, in which a migration may begin: the engine is asked after it."""
+    a, b = pair.a.engine, pair.b.engine
+    await pair.run(pair.a, "old", PROMPT, until=5)
+    export = await pair.done(a.export("old"))
+    asked = asyncio.ensure_future(a.export("old") if call == "export" else b.reserve(export))
+    await pair.settle()
+    with other_weights(a if call == "export" else b):
+        with pytest.raises(MigrationRefused, match="weights were updated meanwhile"):
+            await pair.done(asked)
+    await pair.done(a.resume("old"))
+    await pair.finish("old")
+
+
+@pytest.mark.parametrize(
+    ("where", "setting", "word"),
+    [
+        ("model_config", {"logprobs_mode": "processed_logits"}, "logprobs=processed_logits"),
+        ("model_config", {"logits_processors": ["a:B", "c:D"]}, "processors=a:B+c:D"),
+        ("model_config", {"use_fp64_gumbel": True}, "noise=fp64"),
+        ("structured_outputs_config", {"enable_in_reasoning": True}, "guided=enable_in_reasoning"),
+    ],
+)
+async def test_settings_that_make_other_answers_make_another_class(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str, setting: dict[str, Any], word: str
+) -> None:
+    from kvmig.engines.vllm.config import numerics_of
+
+    usual = numerics_of(pair.a.core).split()
+    for name, value in setting.items():
+        monkeypatch.setattr(getattr(pair.a.core.vllm_config, where), name, value)
+    assert set(numerics_of(pair.a.core).split()) - set(usual) == {word}
 
 
 async def test_weights_that_are_replaced_while_they_are_loaded_end_the_start(
