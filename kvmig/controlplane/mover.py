@@ -2,8 +2,8 @@
 
 One request at a time to each destination, to several destinations at once; in a drain, where what
 is lent is called back, and of prompts, as many as may migrate at once. Prompts that come between
-two rounds don't wait for the next one (`look_again`). A request that a destination had no room for
-is not tried there again before something has changed (`kvmig.controlplane.refused_moves`).
+two rounds don't wait for the next one (`look_again`). A request that a destination had no room for,
+or can't run, is not tried there again at once (`kvmig.controlplane.refused_moves`): others go.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmig.controlplane.messages import SEVERAL, PairedDestination
-from kvmig.controlplane.refused_moves import FULL, RefusedMoves
+from kvmig.controlplane.refused_moves import UNFIT, RefusedMoves
 from kvmig.controlplane.victims import DEFAULT_RULE, VictimRule, next_victim
 from kvmig.core.clock import TimeSource, monotonic
 from kvmig.engines.base import RequestState
@@ -24,6 +24,8 @@ from kvmig.kvtransfer.report import MigrationReport
 
 log = logging.getLogger(__name__)
 
+_NEXT = ("finished", "aborted_by_client", "started", "unknown_request", *UNFIT)
+"""Reasons for which one request stays, and the next one may go at once."""
 MOST_WAITING = 64
 """Waiting requests that are listed at a time: those behind them come once these have left."""
 
@@ -59,8 +61,8 @@ class MigrationDriver:
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     _refused: dict[str, set[str]] = field(default_factory=dict, init=False)
     """Requests that were tried, by destination."""
-    _full: RefusedMoves = field(default_factory=RefusedMoves, init=False)
-    """Requests that a destination had no room for: over all rounds."""
+    _waiting: RefusedMoves = field(default_factory=RefusedMoves, init=False)
+    """Requests that a destination has refused, and isn't asked for again yet: over all rounds."""
     _listing: RequestsHere | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -69,7 +71,7 @@ class MigrationDriver:
         self._pairs = {pair.destination: pair for pair in pairs}
         self._spent = dict.fromkeys(self._pairs, 0.0)
         self._refused = {destination: set() for destination in self._pairs}
-        self._full.set_pairs(pairs)
+        self._waiting.set_pairs(pairs)
         self._listing = None
         self._changed.set()
 
@@ -125,10 +127,9 @@ class MigrationDriver:
             listing.moved = True
             return True
         log.info("request %s stays: %s %s", victim.request_id, report.reason, report.detail)
-        if report.reason in FULL:
-            self._full.refuse(victim.request_id, pair, self.clock())
+        self._waiting.refuse(victim.request_id, pair, report.reason, self.clock())
         # For other reasons the pair doesn't work now; the next round decides anew.
-        return report.reason in ("finished", "aborted_by_client", "started", "unknown_request")
+        return report.reason in _NEXT
 
     async def _choose(
         self, destination: str
@@ -142,8 +143,8 @@ class MigrationDriver:
                 listing = RequestsHere(self._list())
                 self._listing = listing
             requests = await listing.requests
-            if len(self._full):
-                self._full.forget({one.request_id for one in requests})
+            if len(self._waiting):
+                self._waiting.forget({one.request_id for one in requests})
             pair = self._pairs.get(destination)
             if pair is None:
                 return None
@@ -154,7 +155,7 @@ class MigrationDriver:
                 requests,
                 pair,
                 self._spent[destination],
-                tried.union(self.migrating(), self._full.waiting(pair, now)),
+                tried.union(self.migrating(), self._waiting.waiting(pair, now)),
                 self.arrived(),
                 now,
                 self.rule,

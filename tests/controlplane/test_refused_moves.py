@@ -1,4 +1,4 @@
-"""When a request that a destination had no room for is tried there again."""
+"""When a request that a destination has refused is tried there again."""
 
 from __future__ import annotations
 
@@ -72,10 +72,35 @@ async def test_other_reasons_to_stay_are_tried_again_in_the_next_round() -> None
         assert here.tried == ["r0", "r0"]
 
 
+@pytest.mark.parametrize("why", ["balance", "drain"])
+@pytest.mark.parametrize("reason", ["incompatible", "unsupported", "corrupt", "error"])
+async def test_one_that_can_not_run_there_keeps_no_other_from_going(reason: str, why: Why) -> None:
+    here = Instance(0, stay={"r0": reason}, running=True)
+    here.fill(3)
+    async with Turns(here) as turns:
+        await turns.round(pair(5.0, why))
+
+        assert [one.request_id for one in here.queue] == ["r0"]
+
+
+async def test_one_that_can_not_run_there_is_tried_again_after_a_while_whatever_the_room() -> None:
+    here = Instance(0, stay={"r0": "incompatible"}, running=True)
+    here.fill(1)
+    async with Turns(here) as turns:
+        for room in (5.0, 4.0, 9.0):
+            await turns.round(pair(room))
+        assert here.tried == ["r0"]
+        turns.now += FIRST_S
+
+        await turns.round(pair(5.0))
+
+        assert here.tried == ["r0", "r0"]
+
+
 def test_requests_that_are_gone_are_forgotten() -> None:
     refused = RefusedMoves()
     for number in range(3):
-        refused.refuse(f"r{number}", pair(5.0), 0.0)
+        refused.refuse(f"r{number}", pair(5.0), "no_blocks", 0.0)
 
     refused.forget(["r1"])
 
