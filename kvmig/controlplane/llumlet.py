@@ -454,10 +454,17 @@ class Llumlet:
             self._came.set()
         sender = self._fronts.client(client)
         spans = self._tracking.spans(emitted)
-        for entry in emitted:
+        strays: list[str] = []
+        for entry, span in zip(emitted, spans, strict=True):
             self._migrations.stepped(entry.request_id, entry.tokens)
             if entry.finished:
                 self._migrations.cancel_request(entry.request_id, "finished")
+            elif span.epoch < 0:
+                strays.append(entry.request_id)
+        if (
+            strays and client
+        ):  # aborted while the engine was about to commit them: it has missed that
+            self._engine.abort(strays)
         if self._engine.layout.weights != self._told_weights:
             self._report_if_due()  # who gets the first tokens of new weights knows by whom they are
         if sender is not None:

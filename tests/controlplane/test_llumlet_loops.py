@@ -25,6 +25,7 @@ from kvmig.controlplane.messages import (
     Migrate,
     Migrated,
     OrderDone,
+    Outputs,
     Overrun,
     PairedDestination,
     SetGuarantee,
@@ -34,7 +35,7 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import PeerBehind, TransportError
-from kvmig.engines.base import CacheRoom, KVUse
+from kvmig.engines.base import CacheRoom, CameBlocks, KVUse, Tail
 from kvmig.engines.gate import StepGate
 from kvmig.engines.held_marks import HeldMarks, PrefixNews, unpack_marks
 from kvmig.engines.toy.engine import ToyEngine
@@ -64,9 +65,25 @@ class Toy(ToyEngine):
         await asyncio.sleep(600)
 
 
+class SlowToy(ToyEngine):
+    """Its commits wait, as for a copy of the last blocks, until `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commits = asyncio.Event()
+        self.go = asyncio.Event()
+
+    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+        self.commits.set()
+        await self.go.wait()
+        await super().commit(request_id, tail, last)
+
+
 @asynccontextmanager
-async def llumlet(engine: ToyEngine, config: ClusterConfig | None = None) -> AsyncIterator[Llumlet]:
-    it = Llumlet("i0", "cluster", SECRET, config or ClusterConfig(), engine)
+async def llumlet(
+    engine: ToyEngine, config: ClusterConfig | None = None, name: str = "i0"
+) -> AsyncIterator[Llumlet]:
+    it = Llumlet(name, "cluster", SECRET, config or ClusterConfig(), engine)
     await it.start()
     try:
         yield it
@@ -155,6 +172,32 @@ async def test_an_abort_of_many_ends_all_though_one_has_left_for_an_instance_tha
         monkeypatch.setattr(parts_of(it).host, "send_to", gone)
         front.client.send(AbortRequests(["gone", "a", "b"]))
         assert await front.requests() == set()
+
+
+async def test_a_request_that_is_aborted_while_it_is_committed_does_not_decode_on() -> None:
+    source, destination = ToyEngine(), SlowToy()
+    async with (
+        llumlet(source) as here,
+        llumlet(destination, name="i1") as there,
+        front_end(here) as front,
+        front_end(there) as other,
+    ):
+        front.client.send(Submit("r"), source.encode_request([1, 2, 3], 10_000))
+        await front.hear(Outputs)
+        front.client.send(Migrate(1, "r", "i1", there.endpoint))
+        async with asyncio.timeout(10):
+            await destination.commits.wait()
+        for one in (other, front):
+            one.client.send(AbortRequests(["r"]))
+            assert await one.requests() == set()
+        destination.go.set()
+        answer = await front.hear(Migrated)
+        assert isinstance(answer, Migrated)
+        assert answer.report.state == "committed"
+
+        await until(lambda: destination.load().running == 0)
+
+        assert destination.load().used_blocks == source.load().used_blocks == 0
 
 
 async def test_a_migration_is_reported_until_front_ends_were_told_how_it_ended(
