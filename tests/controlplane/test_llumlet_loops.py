@@ -39,6 +39,7 @@ from kvmig.engines.base import CacheRoom, CameBlocks, KVUse, Tail
 from kvmig.engines.gate import StepGate
 from kvmig.engines.held_marks import HeldMarks, PrefixNews, unpack_marks
 from kvmig.engines.toy.engine import ToyEngine
+from kvmig.engines.toy.script import ScriptFile
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports import shm
 from kvmig.rpc.messages import RpcMessage
@@ -68,8 +69,8 @@ class Toy(ToyEngine):
 class SlowToy(ToyEngine):
     """Its commits wait, as for a copy of the last blocks, until `go` is set."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, script: ScriptFile) -> None:
+        super().__init__(script=script)
         self.commits = asyncio.Event()
         self.go = asyncio.Event()
 
@@ -174,15 +175,19 @@ async def test_an_abort_of_many_ends_all_though_one_has_left_for_an_instance_tha
         assert await front.requests() == set()
 
 
-async def test_a_request_that_is_aborted_while_it_is_committed_does_not_decode_on() -> None:
-    source, destination = ToyEngine(), SlowToy()
+async def test_a_request_that_is_aborted_while_it_is_committed_does_not_decode_on(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.json"
+    script.write_text('{"hold": 5}')  # then it runs without end
+    source, destination = ToyEngine(script=ScriptFile(script)), SlowToy(ScriptFile(script))
     async with (
         llumlet(source) as here,
         llumlet(destination, name="i1") as there,
         front_end(here) as front,
         front_end(there) as other,
     ):
-        front.client.send(Submit("r"), source.encode_request([1, 2, 3], 10_000))
+        front.client.send(Submit("r"), source.encode_request([1, 2, 3], 100))
         await front.hear(Outputs)
         front.client.send(Migrate(1, "r", "i1", there.endpoint))
         async with asyncio.timeout(10):
@@ -195,7 +200,7 @@ async def test_a_request_that_is_aborted_while_it_is_committed_does_not_decode_o
         assert isinstance(answer, Migrated)
         assert answer.report.state == "committed"
 
-        await until(lambda: destination.load().running == 0)
+        await until(lambda: destination.load().running == 0, within_s=10.0)
 
         assert destination.load().used_blocks == source.load().used_blocks == 0
 
