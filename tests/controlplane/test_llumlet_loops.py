@@ -180,7 +180,10 @@ async def test_a_request_that_is_aborted_while_it_is_committed_does_not_decode_o
 ) -> None:
     script = tmp_path / "script.json"
     script.write_text('{"hold": 5}')  # then it runs without end
-    source, destination = ToyEngine(script=ScriptFile(script)), SlowToy(ScriptFile(script))
+    source, destination = (
+        ToyEngine(script=ScriptFile(str(script))),
+        SlowToy(ScriptFile(str(script))),
+    )
     async with (
         llumlet(source) as here,
         llumlet(destination, name="i1") as there,

@@ -318,6 +318,7 @@ class PrefixDestination:
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
         """Ids of all blocks, by their places."""
+        check_awake(self._pool.core)
         arriving = self._known(request_id)
         if num_tokens > arriving.whole.tokens:
             raise MigrationRefused("no_blocks", f"{num_tokens} tokens were never reserved")

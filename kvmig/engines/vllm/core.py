@@ -103,6 +103,8 @@ class StepCore(EngineCoreProc):
         """When their files are looked at again."""
         self.cadence_meter = CadenceMeter()
         self.hold = StepHold()
+        self.clears = False
+        """Whether a client's call waits that clears the caches: no migration may hold blocks."""
         self.phase: StepGuard | None = None
         """The decision on what each step may compute, where others share the device."""
         with patch.object(core_module, "StructuredOutputManager", SaltedGrammars):

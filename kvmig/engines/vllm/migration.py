@@ -72,11 +72,13 @@ def check_unchanged_weights(began: str, now: str) -> None:
 
 
 def check_awake(core: StepCore) -> None:
-    """Refuse while the engine is paused or asleep.
+    """Refuse while the engine is paused or asleep, or is about to be.
 
     A request would run there where nothing may, or stand still where it needn't; weights may be
     updated meanwhile. Raises MigrationRefused.
     """
+    if core.clears:
+        raise MigrationRefused("busy", "the engine's caches are about to be cleared")
     if core.is_sleeping():
         raise MigrationRefused("busy", "the engine is paused")
 
@@ -406,8 +408,8 @@ class VllmSource:
         return request
 
     def _checked(self, request_id: str) -> VllmLeaving:
-        """The post-check: same request, still alive, not preempted since the export, and the same
-        weights."""
+        """The post-check: same request, still alive, not preempted since the export, the same
+        weights, and an engine that runs."""
         leaving = self._leaving.get(request_id)
         if leaving is None:
             raise RequestGone("unknown_request", f"request {request_id} was not exported")
@@ -423,6 +425,7 @@ class VllmSource:
             self.resume(request_id)
             raise RequestGone("started", held)
         try:
+            check_awake(self._core)
             check_unchanged_weights(leaving.weights, self._weights())
         except MigrationRefused:
             self.resume(request_id)
@@ -503,6 +506,7 @@ class VllmDestination:
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
         """Hold `num_tokens` tokens and one block spare; all block ids in order."""
+        check_awake(self._core)
         arriving = self._known(request_id)
         limit = self._limit(num_tokens)
         if arriving.has_blocks:

@@ -47,6 +47,7 @@ from kvmig.engines.vllm.cached_prefixes import (
     PrefixSource,
     beginning_of,
 )
+from kvmig.engines.vllm.clearing_calls import ClearingCalls, ClientCall
 from kvmig.engines.vllm.config import (
     Identify,
     after_call,
@@ -67,6 +68,7 @@ from kvmig.engines.vllm.migration import (
     VllmDestination,
     VllmProgress,
     VllmSource,
+    check_awake,
     check_known,
     decode_progress,
     decode_request,
@@ -164,6 +166,9 @@ class ServingVllm:
         self._parking = VllmParking(
             core, memory, incoming, self._own, self._arriving, self._on_engine
         )
+        self._calls = ClearingCalls(
+            core, lambda: self._source.suspended() or self._arriving(), self._on_engine
+        )
         self._holdings = RequestHoldings(
             scheduler, memory.tables, self.unmovable, core.vllm_config.kv_transfer_config
         )
@@ -211,7 +216,7 @@ class ServingVllm:
     def call(self, client: int, call_id: int, method: str, payload: Frames) -> None:
         args: Any = self._call_decoder.decode(payload)
         self._parking.check_call(method, tuple(args))
-        self._core.utility(client, call_id, method, tuple(args))
+        self._calls.pass_on(ClientCall(client, call_id, method, tuple(args)))
 
     def describe(self) -> bytes:
         core = self._core
@@ -238,6 +243,7 @@ class ServingVllm:
         try:
             self._memory.close()
         finally:
+            self._calls.close()
             self._incoming.cancel()
             self._builder.close()
             if stopped:
@@ -468,6 +474,8 @@ class ServingVllm:
     async def scatter(
         self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
     ) -> list[int]:
+        if block_ids:  # else only a GPU looks at the memory
+            check_awake(self._core)
         return await self._memory.copies.scatter(block_ids, fused, urgent)
 
     async def prepare(self, request_id: str) -> None:

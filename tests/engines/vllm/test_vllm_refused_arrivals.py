@@ -50,7 +50,8 @@ def destination(*running: str, seats: int = 4, longest: int = 100) -> VllmDestin
     scheduler.max_model_len = longest
     scheduler.lora_config = None
     scheduler.connector = None
-    core = cast("StepCore", SimpleNamespace(scheduler=scheduler, is_sleeping=lambda: False))
+    awake: Any = SimpleNamespace(scheduler=scheduler, is_sleeping=lambda: False, clears=False)
+    core = cast("StepCore", awake)
     return VllmDestination(core, NO_TABLES, CacheOffload(scheduler), lambda: WEIGHTS)
 
 

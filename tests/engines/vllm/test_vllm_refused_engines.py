@@ -168,7 +168,9 @@ def lora_core(max_loras: int | None, *running: int) -> Any:
     def broken(adapter: object) -> None:
         raise ValueError("no such file")
 
-    return SimpleNamespace(scheduler=made, load_adapter=broken, is_sleeping=lambda: False)
+    return SimpleNamespace(
+        scheduler=made, load_adapter=broken, is_sleeping=lambda: False, clears=False
+    )
 
 
 def adapted(adapter: int | None) -> Any:
