@@ -23,6 +23,7 @@ from kvmig.kvtransfer.context import LlumletPort
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.migrations import MigrationSessions
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.source_machine import EpochCounter
 from kvmig.kvtransfer.transports.select import TransportSite, open_staging
 from kvmig.rpc.messages import RpcMessage
 
@@ -46,9 +47,12 @@ class Migrator:
         self._config = config or MigrationConfig(transport="tcp")
         self._close_timeout_s = close_timeout_s
         self._nodes: dict[str, _Node] = {}
+        epochs = EpochCounter()
         try:
             for name, engine in engines.items():
-                self._nodes[name] = _Node(name, engine, self._config, self._nodes, on_commit)
+                self._nodes[name] = _Node(
+                    name, engine, self._config, self._nodes, epochs, on_commit
+                )
         except BaseException:
             for node in self._nodes.values():
                 node.free()
@@ -156,9 +160,11 @@ class _Node(LlumletPort):
         engine: Engine,
         config: MigrationConfig,
         others: Mapping[str, _Node],
+        epochs: EpochCounter,
         on_commit: OnCommit,
     ) -> None:
-        """others: by name, this one among them once it is made."""
+        """others: by name, this one among them once it is made. epochs: shared by all, so that no
+        two moves of a request between any engines have the same."""
         self.tapped = False
         """Whether migrations see what requests get here (see `Migrator.tap`)."""
         self._name = name
@@ -173,7 +179,9 @@ class _Node(LlumletPort):
             TransportSite(gpu=engine.layout.gpu),
         )
         try:
-            self.migrations = MigrationSessions(name, engine, config, self._stagings, self)
+            self.migrations = MigrationSessions(
+                name, engine, config, self._stagings, self, epochs=epochs
+            )
         except BaseException:
             self.free()
             raise

@@ -101,10 +101,13 @@ class MigrationSessions:
         stagings: Mapping[str, StagingPool],
         host: LlumletPort,
         site: TransportSite | None = None,
+        epochs: EpochCounter | None = None,
     ) -> None:
         """stagings: by transport's name, the best first; their opener closes them.
 
         site: where the transports of this side are; None: with engines of this process only.
+        epochs: of all instances, where nobody says under which one a request runs; None: of this
+        one.
         """
         self._instance = instance
         self._engine = engine
@@ -118,7 +121,7 @@ class MigrationSessions:
         self._queued: set[str] = set()
         self._departures: dict[str, SourceSession] = {}
         self._batchers: dict[str, ChunkBatcher] = {}
-        self._epochs = EpochCounter()
+        self._epochs = epochs or EpochCounter()
         # Into this instance.
         site = site or site_of(config, engine.layout.gpu, RefusalCounter())
         self._on_gpu = engine.layout.gpu is not None

@@ -50,6 +50,25 @@ async def test_blocks_larger_than_chunk_bytes_move(transport: Transport) -> None
     assert "r" in engines["b"].running
 
 
+async def test_a_request_moves_on_and_back_between_any_engines() -> None:
+    engines = {name: FakeEngine() for name in "abc"}
+    engines["a"].start("r")
+    async with kvmig.Migrator(engines, CONFIG) as migrator:
+        for source, destination in ("ab", "bc", "cb", "ba", "ac", "cb"):
+            report = await migrator.migrate("r", source, destination)
+            assert (report.state, report.reason) == ("committed", "")
+    assert "r" in engines["b"].running
+
+
+async def test_a_later_request_of_the_same_id_moves_as_the_first_one_did() -> None:
+    engines = {name: FakeEngine() for name in "abc"}
+    async with kvmig.Migrator(engines, CONFIG) as migrator:
+        for source in "ac":
+            engines[source].start("r")
+            assert (await migrator.migrate("r", source, "b")).reason == ""
+            engines["b"].end("r")
+
+
 @pytest.mark.parametrize("unmovable", ["a", "b"])
 async def test_an_engine_whose_requests_can_not_be_moved_neither_gives_nor_takes_any(
     unmovable: str,
