@@ -259,7 +259,7 @@ def answer_words(config: VllmConfig) -> dict[str, str]:
         "logprobs": "" if model.logprobs_mode == "raw_logprobs" else model.logprobs_mode,
         "processors": "+".join(map(str, model.logits_processors or ())),
         "noise": "fp64" if model.use_fp64_gumbel else "",
-        "guided": "+".join(way for way in ways if getattr(guided, way)),
+        "guided": "+".join(way for way in ways if getattr(guided, way, False)),
     }
     return {name: word for name, word in words.items() if word}
 
