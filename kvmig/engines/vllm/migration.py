@@ -330,12 +330,16 @@ class VllmSource:
             return
         if self._scheduler.requests.get(request_id) is not leaving.request:
             return
-        if leaving.request.status == RequestStatus.RUNNING:
-            self._rejoin(leaving.request)
-        elif leaving.request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-            self._scheduler._enqueue_waiting_request(leaving.request)
+        request, scheduler = leaving.request, self._scheduler
+        if request.status == RequestStatus.RUNNING:
+            self._rejoin(request)
+        elif (
+            request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            or request.num_computed_tokens  # it waits with its blocks, ahead of those without any
+        ):
+            scheduler._enqueue_waiting_request(request)
         else:
-            self._scheduler.waiting.prepend_request(leaving.request)
+            scheduler.waiting.prepend_request(request)
 
     def _rejoin(self, request: Request) -> None:
         if lora.has_slot(self._scheduler, request):

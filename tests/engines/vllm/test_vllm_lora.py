@@ -158,6 +158,24 @@ async def test_a_resumed_request_whose_slot_was_taken_waits_for_it(
     assert (await pair.finish("kept")).tokens == unmoved.tokens
 
 
+async def test_one_that_waits_for_its_slot_with_its_blocks_does_so_after_a_move_that_failed(
+    pair: Pair, one: LoRARequest, two: LoRARequest
+) -> None:
+    unmoved = await pair.unmoved(PROMPT, lora=one, **SEEDED)
+    await pair.exported("kept", PROMPT, lora=one, **SEEDED, until=10)
+    await pair.suspend(pair.a, "kept", 0)
+    await pair.run(pair.a, "busy", PROMPT, lora=two, until=1)
+    await pair.done(pair.a.engine.resume("kept"))
+
+    await pair.done(pair.a.engine.export("kept"))
+    await pair.suspend(pair.a, "kept", 0)
+    await pair.done(pair.a.engine.resume("kept"))
+
+    queue = pair.a.scheduler.kv_holding_waiting
+    assert [one.request_id for one in queue] == ["kept"]
+    assert (await pair.finish("kept")).tokens == unmoved.tokens
+
+
 async def test_a_request_moves_to_an_engine_that_has_what_its_adapter_was_before(
     pair: Pair, tmp_path: Path
 ) -> None:
