@@ -461,9 +461,8 @@ class Llumlet:
                 self._migrations.cancel_request(entry.request_id, "finished")
             elif span.epoch < 0:
                 strays.append(entry.request_id)
-        if (
-            strays and client
-        ):  # aborted while the engine was about to commit them: it has missed that
+        if strays and client:
+            # They were aborted while the engine was about to commit them, and didn't know them yet.
             self._engine.abort(strays)
         if self._engine.layout.weights != self._told_weights:
             self._report_if_due()  # who gets the first tokens of new weights knows by whom they are
