@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
 from kvmig.controlplane.fronts import FrontendRegistry, OwnershipTable
-from kvmig.controlplane.messages import ClusterMessage, PauseAhead, Resolve, Resolved
+from kvmig.controlplane.messages import (
+    AbortRequests,
+    ClusterMessage,
+    PauseAhead,
+    Resolve,
+    Resolved,
+)
 from kvmig.core.background import cancel_tasks
 from kvmig.core.clock import monotonic
 from kvmig.core.config import MigrationConfig
@@ -108,8 +115,12 @@ class MigrationHost:
         self._tracking.end(request_id)
 
     def on_left(self, request_id: str, endpoint: str) -> None:
-        """A request runs at `endpoint` from now on."""
+        """A request runs at `endpoint` from now on; it ends there if it was aborted meanwhile."""
+        aborted = self._tracking.get(request_id) is None
         self._tracking.left(request_id, endpoint)
+        if aborted:
+            with contextlib.suppress(TransportError):  # the request is gone with it
+                self.send_to(endpoint, AbortRequests([request_id]))
 
     # -- front ends
 
