@@ -74,8 +74,7 @@ class RequestBuilder:
         )
         if waits:
             return request
-        if request.use_structured_output:
-            await self._compiled(request)
+        await self.compiled(request)
         await self._on(self._known, lambda: self._feed(request, output_token_ids))
         return request
 
@@ -99,9 +98,12 @@ class RequestBuilder:
     async def _on(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
-    async def _compiled(self, request: Request) -> None:
+    async def compiled(self, request: Request) -> None:
+        """Wait for the request's grammar, if it has one: a step that samples without would end the
+        engine. Raises MigrationRefused where it doesn't compile, or not in time."""
         guided = request.structured_output_request
-        assert guided is not None
+        if guided is None:
+            return
         try:
             async with asyncio.timeout(GRAMMAR_TIMEOUT_S):
                 while not guided.is_grammar_ready:  # noqa: ASYNC110 - vLLM tells nobody

@@ -579,6 +579,11 @@ class VllmDestination:
         """Requests that hold a reservation now."""
         return len(self._arriving)
 
+    def unstarted(self, request_id: str) -> Request | None:
+        """The request, if it waited when it was exported, and holds nothing here so far."""
+        arriving = self._arriving.get(request_id)
+        return None if arriving is None or arriving.has_blocks else arriving.request
+
     def to_come(self) -> int:
         """Arriving requests that will run."""
         return sum(one.has_blocks for one in self._arriving.values())

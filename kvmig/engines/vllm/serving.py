@@ -458,6 +458,9 @@ class ServingVllm:
             return await self._on_engine(
                 lambda: self._prefix_destination.grow(request_id, num_tokens)
             )
+        started = self._destination.unstarted(request_id)
+        if started is not None:
+            await self._builder.compiled(started)  # it may come into the batch now
         return await self._once_offloaded(lambda: self._destination.grow(request_id, num_tokens))
 
     async def _once_offloaded(self, take_blocks: Callable[[], T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -67,6 +68,50 @@ async def test_guided_decoding_goes_on_where_it_was(pair: Pair, what: dict[str, 
     unmoved, moved = await moved_in_the_middle(pair, **params)
 
     assert_same(moved, unmoved)
+
+
+async def test_a_request_that_begins_meanwhile_moves_once_its_grammar_is_compiled(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that samples without it would end the engine."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    wanted = StructuredOutputsParams(regex=r"[0-9a-f]{41,51}")
+    params = completed(pair, structured_outputs=wanted, ignore_eos=False, **SEEDED)
+    unmoved = await pair.unmoved(LONG, **params)
+    manager, may_compile = pair.b.core.structured_output_manager, threading.Event()
+    create = manager._create_grammar
+
+    def create_later(request: Any) -> Any:
+        assert may_compile.wait(20)
+        return create(request)
+
+    monkeypatch.setattr(manager, "_create_grammar", create_later)
+    pair.submit(pair.a, "moved", LONG, **params)
+    pair.a.take_calls()
+    export = await pair.done(pair.a.engine.export("moved"))
+    sent = await pair.done(pair.b.engine.reserve(export))
+    while not pair.a.scheduler.running:
+        pair.a.step()
+    stage = await pair.done(pair.a.engine.stage("moved", sent))
+    assert stage.num_tokens, "it waits still"
+    assert not stage.decoding
+
+    growing = asyncio.ensure_future(pair.b.engine.grow("moved", stage.num_tokens))
+    for _ in range(10):
+        pair.b.take_calls()
+        await asyncio.sleep(0.01)
+    assert not growing.done()
+    may_compile.set()
+    blocks = await pair.done(growing)
+
+    await pair.copy(pair.a, pair.b, stage.block_ids, [blocks[place] for place in stage.places])
+    tail = await pair.suspend(pair.a, "moved", sent + len(stage.block_ids))
+    await pair.copy(pair.a, pair.b, tail.block_ids, [blocks[place] for place in tail.places])
+    pair.b.engine.assign("moved", 1)
+    await pair.done(pair.b.engine.commit("moved", tail))
+    await pair.done(pair.a.engine.release("moved"))
+    assert_same(await pair.finish("moved"), unmoved)
 
 
 async def test_bad_words_stay_forbidden(pair: Pair) -> None:
