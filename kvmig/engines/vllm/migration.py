@@ -348,6 +348,8 @@ class VllmSource:
         # Others have taken its adapter's place: it waits for one, with its blocks.
         request.status = RequestStatus.PREEMPTED
         self._scheduler._enqueue_waiting_request(request)
+        # Runner V2 has a place for each that runs, and no more: it gives this one up.
+        self._scheduler.reset_preempted_req_ids.add(request.request_id)
 
     def release(self, request_id: str) -> None:
         """Free a suspended request: it runs elsewhere now. No output is emitted for it."""

@@ -158,6 +158,24 @@ async def test_a_resumed_request_whose_slot_was_taken_waits_for_it(
     assert (await pair.finish("kept")).tokens == unmoved.tokens
 
 
+async def test_one_that_waits_for_its_slot_takes_no_place_of_those_that_run(
+    pair: Pair, one: LoRARequest, two: LoRARequest
+) -> None:
+    """Runner V2 has as many as may run, which are four."""
+    unmoved = await pair.unmoved(PROMPT, lora=one, **SEEDED)
+    await pair.exported("kept", PROMPT, lora=one, **SEEDED, until=10)
+    await pair.suspend(pair.a, "kept", 0)
+    await pair.run(pair.a, "busy", PROMPT, lora=two, until=1)
+    await pair.done(pair.a.engine.resume("kept"))
+
+    for number in range(3):
+        pair.submit(pair.a, f"busy {number}", PROMPT, lora=two)
+    await pair.step(pair.a, until=("busy 2", 1))
+
+    assert len(pair.a.scheduler.running) == 4
+    assert (await pair.finish("kept")).tokens == unmoved.tokens
+
+
 async def test_one_that_waits_for_its_slot_with_its_blocks_does_so_after_a_move_that_failed(
     pair: Pair, one: LoRARequest, two: LoRARequest
 ) -> None:
