@@ -1,8 +1,7 @@
 """The two ends of a migration, on the engine's thread between two steps.
 
-`unmovable` decides which requests move: those whose whole state the adapter carries; the others
-stay, by name. `VllmProgress` is that state, in a `RequestExport` and in a `RequestTail`.
-`VllmSource` gives requests up, `VllmDestination` takes them over.
+`VllmProgress` is all the state of a request that travels besides its blocks, in a `RequestExport`
+and in a `RequestTail`. `VllmSource` gives requests up, `VllmDestination` takes them over.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 from vllm import __version__
-from vllm.config import KVTransferConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -31,35 +29,9 @@ from kvmig.engines.base import RequestTail, StagedBlocks
 from kvmig.engines.vllm import lora, runner
 from kvmig.engines.vllm.connectors import why_held
 from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.movability import check_movable
 from kvmig.engines.vllm.offload import CacheOffload
 from kvmig.engines.vllm.tables import RequestTables, SentBlocks
-
-DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
-"""Speculative methods whose only state besides tokens and KV cache is the drafts of one step."""
-_DRAFTERS = f"{', '.join(DRAFTERS[:-1])} or {DRAFTERS[-1]}"
-_STATES = (
-    RequestStatus.RUNNING,
-    RequestStatus.WAITING,
-    RequestStatus.PREEMPTED,
-    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
-)
-
-
-def unmovable(request: Request, here: str, transfer: KVTransferConfig | None) -> str:
-    """Why the request can't be moved now, in a few words; empty when it can.
-
-    here: why none of its engine's can, see `unmovable_engine`, which isn't to be asked each time:
-    vLLM looks its answers up in the model's own files. transfer: the engine's KV connector.
-    """
-    return here or _kind(request) or why_held(request, transfer) or _moment(request)
-
-
-def check_movable(request: Request, config: VllmConfig) -> None:
-    """Raise MigrationRefused with the reason, if there is one."""
-    reason = unmovable(request, unmovable_engine(config), config.kv_transfer_config)
-    if reason:
-        raise MigrationRefused("unsupported", reason)
-
 
 Weights = Callable[[], str]
 """The identity of an engine's weights now; on the engine's thread."""
@@ -81,60 +53,6 @@ def check_awake(core: StepCore) -> None:
         raise MigrationRefused("busy", "the engine's caches are about to be cleared")
     if core.is_sleeping():
         raise MigrationRefused("busy", "the engine is paused")
-
-
-def _kind(request: Request) -> str:
-    params = request.sampling_params
-    if params is None:
-        return "pooling request"
-    if request.resumable:
-        return "streaming input"
-    if request.prompt_embeds is not None:
-        return "prompt embeddings"
-    if params.thinking_token_budget is not None:
-        # vLLM counts along while the request is in the batch, and miscounts when it returns.
-        return "thinking token budget"
-    return ""
-
-
-def unmovable_engine(config: VllmConfig) -> str:
-    """Why no request of such an engine moves: what its settings add to the state of each."""
-    if config.model_config.runner_type == "pooling":
-        return "pooling model"
-    if config.model_config.is_diffusion:
-        return "diffusion model"
-    if config.cache_config.use_replayssm:
-        return "ReplaySSM, which keeps tokens that its states lack"
-    if config.aux_output_config.enabled:
-        return "routed experts, which are gathered until the end"
-    speculative = config.speculative_config
-    if speculative is None:
-        return ""
-    if speculative.method not in DRAFTERS:
-        return f"speculative decoding with {speculative.method}, which must be {_DRAFTERS}"
-    if config.scheduler_config.async_scheduling:
-        return "speculative decoding with asynchronous scheduling"  # drafts are on the device
-    several = config.parallel_config.world_size > 1 and config.device_config.device_type != "cpu"
-    if several and speculative.method != "ngram":
-        return "drafts of several workers on GPUs, whose last writes are not known here"
-    if config.observability_config.per_request_spec_decode_metrics != "none":
-        return "speculative decoding with per-request metrics"
-    return ""
-
-
-def _moment(request: Request) -> str:
-    if request.num_output_tokens == 0 and _scores_prompt(request):
-        return "prompt log-probabilities still in prefill"
-    if request.status not in _STATES:
-        return f"request in state {request.status}"
-    return ""
-
-
-def _scores_prompt(request: Request) -> bool:
-    params = request.sampling_params
-    return params is not None and (
-        params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
-    )
 
 
 class VllmProgress(msgspec.Struct, frozen=True):

@@ -74,8 +74,8 @@ from kvmig.engines.vllm.migration import (
     decode_request,
     encode_progress,
     encode_request,
-    unmovable_engine,
 )
+from kvmig.engines.vllm.movability import unmovable_engine, unmovable_media
 from kvmig.engines.vllm.offload import BeingOffloaded, CacheOffload
 from kvmig.engines.vllm.own_requests import OWN_CLIENT, OwnRequests
 from kvmig.engines.vllm.parking import VllmParking
@@ -170,7 +170,11 @@ class ServingVllm:
             core, lambda: self._source.suspended() or self._arriving(), self._on_engine
         )
         self._holdings = RequestHoldings(
-            scheduler, memory.tables, self.unmovable, core.vllm_config.kv_transfer_config
+            scheduler,
+            tables,
+            self.unmovable,
+            core.vllm_config.kv_transfer_config,
+            unmovable_media(core.vllm_config),
         )
         self.sharing: CacheSharing | str = self._device.open(core, memory, self._on_engine)
         self._load = self._seen_load()

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -21,7 +22,7 @@ from kvmig.core.errors import MigrationRefused, UnsupportedLayout
 from kvmig.engines.base import EmittedTokens, Frame, RequestState
 from kvmig.engines.vllm.building import not_again
 from kvmig.engines.vllm.load import RequestHoldings
-from kvmig.engines.vllm.migration import check_movable, unmovable_engine
+from kvmig.engines.vllm.movability import check_movable, unmovable_engine, unmovable_media
 from kvmig.engines.vllm.tables import RequestTables
 from kvmig.engines.vllm.warmup import OutputProbe, warm_up_requests
 from tests.support.environment import environment
@@ -45,6 +46,8 @@ def config(
     workers: int = 1,
     device: str = "cuda",
     transfer: KVTransferConfig | None = None,
+    pruning: float | None = None,
+    mrope: bool = True,
 ) -> VllmConfig:
     """What movability reads of vLLM's configuration."""
     return cast(
@@ -54,6 +57,8 @@ def config(
                 is_diffusion=diffusion,
                 is_encoder_decoder=encoder,
                 runner_type="pooling" if pooling else "generate",
+                multimodal_config=SimpleNamespace(video_pruning_rate=pruning),
+                uses_mrope=mrope,
             ),
             cache_config=SimpleNamespace(use_replayssm=replayssm),
             aux_output_config=SimpleNamespace(enabled=experts),
@@ -107,7 +112,8 @@ def row(of: Request, settings: VllmConfig) -> RequestState:
         _free_blocks=lambda request: None,
     )
     here, transfer = unmovable_engine(settings), settings.kv_transfer_config
-    holdings = RequestHoldings(cast("Scheduler", scheduler), TABLES, here, transfer)
+    media = unmovable_media(settings)
+    holdings = RequestHoldings(cast("Scheduler", scheduler), TABLES, here, transfer, media)
     if of.status is RequestStatus.RUNNING:
         scheduler.running.append(of)
     else:
@@ -193,6 +199,32 @@ REQUESTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("because", REQUESTS)
 def test_a_request_whose_state_cannot_travel_stays(because: str) -> None:
     stays(request(**REQUESTS[because]), config(), because)
+
+
+def with_video() -> Request:
+    where = PlaceholderRange(offset=4, length=8)
+    return request(outputs=50, mm_features=[MultiModalFeatureSpec(None, "video", "v", where)])
+
+
+def test_media_stay_whose_positions_are_put_right_as_they_are_computed() -> None:
+    because = "media with video pruning, whose positions only the engine that computed them knows"
+    stays(with_video(), config(pruning=0.5), because)
+
+
+@pytest.mark.parametrize(
+    ("of", "settings"),
+    [
+        (with_video(), config()),
+        (with_video(), config(pruning=0.0)),
+        (with_video(), config(pruning=0.5, mrope=False)),
+        (request(outputs=50), config(pruning=0.5)),
+    ],
+)
+def test_other_media_move_and_so_do_other_requests_where_videos_are_pruned(
+    of: Request, settings: VllmConfig
+) -> None:
+    check_movable(of, settings)
+    assert chosen(row(of, settings))
 
 
 def connector(name: str, **extra: bool) -> VllmConfig:
