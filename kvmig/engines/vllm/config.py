@@ -254,12 +254,14 @@ def answer_words(config: VllmConfig) -> dict[str, str]:
     """Settings by which the same logits give other tokens or log-probabilities, where they are not
     vLLM's defaults."""
     model, guided = config.model_config, config.structured_outputs_config
+    mark = config.watermark_config
     ways = ("enable_in_reasoning", "disable_any_whitespace", "disable_additional_properties")
     words = {
         "logprobs": "" if model.logprobs_mode == "raw_logprobs" else model.logprobs_mode,
         "processors": "+".join(map(str, model.logits_processors or ())),
         "noise": "fp64" if model.use_fp64_gumbel else "",
         "guided": "+".join(way for way in ways if getattr(guided, way, False)),
+        "watermark": "" if mark is None else updated(repr(mark), mark.key),  # which repr leaves out
     }
     return {name: word for name, word in words.items() if word}
 

@@ -168,6 +168,22 @@ async def test_settings_that_make_other_answers_make_another_class(
     assert set(numerics_of(pair.a.core).split()) - set(usual) == {word}
 
 
+async def test_watermarks_of_other_keys_make_other_classes_that_do_not_show_them(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config.watermarking import WatermarkConfig
+
+    from kvmig.engines.vllm.config import numerics_of
+
+    classes = [numerics_of(pair.a.core)]
+    for key in (123456789, 123456780):
+        mark = WatermarkConfig(key=key)
+        monkeypatch.setattr(pair.a.core.vllm_config, "watermark_config", mark)
+        classes.append(numerics_of(pair.a.core))
+        assert str(key) not in classes[-1]
+    assert len(set(classes)) == 3
+
+
 async def test_weights_that_are_replaced_while_they_are_loaded_end_the_start(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
