@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvmig.engines.base import ClassLoad, EngineLoad, PreemptionCount, RequestState
 from kvmig.engines.vllm.connectors import NATIVE
-from kvmig.engines.vllm.movability import unmovable
+from kvmig.engines.vllm.movability import NO_KINDS, UnmovableKinds, unmovable
 from kvmig.engines.vllm.tables import RequestTables
 
 
@@ -42,10 +42,10 @@ class RequestHoldings:
         tables: RequestTables,
         unmovable_here: str,
         transfer: KVTransferConfig | None = None,
-        unmovable_media: str = "",
+        unmovable_kinds: UnmovableKinds = NO_KINDS,
     ) -> None:
         """unmovable_here: why none of the requests can be moved, if so. transfer: the engine's KV
-        connector, which may hold some. unmovable_media: why none with media can be moved, if so."""
+        connector, which may hold some. unmovable_kinds: why those of a kind can't."""
         self._scheduler = scheduler
         self._tables = tables
         self._preemptions = PreemptionCounter(scheduler)
@@ -55,7 +55,7 @@ class RequestHoldings:
         self._queues = queues_of(scheduler, tables.demand)
         self._unmovable_here = unmovable_here
         self._transfer = transfer
-        self._unmovable_media = unmovable_media
+        self._unmovable_kinds = unmovable_kinds
 
     def load(self) -> EngineLoad:
         """Blocks and counts, on the engine's thread. O(running requests), however many wait."""
@@ -129,7 +129,7 @@ class RequestHoldings:
             blocks=self._tables.count_blocks(block_ids),
             priority=request.priority,
             unmovable=unmovable(
-                request, self._unmovable_here, self._transfer, self._unmovable_media
+                request, self._unmovable_here, self._transfer, self._unmovable_kinds
             ),
             wanted_blocks=self._tables.demand(request.num_tokens) if state == "waiting" else 0,
             arrived_s=request.arrival_time,

@@ -320,7 +320,8 @@ class VllmSource:
             prefilled=stats is None,
             cached_tokens=0 if stats is None else stats.num_cached_tokens,
             generator=runner.generator_state(self._core, request.request_id),
-            draft_token_ids=list(request.spec_token_ids),
+            # Model runner V2 keeps them on the device, and names as many -1.
+            draft_token_ids=[token for token in request.spec_token_ids if token >= 0],
             events=[(int(one.type), now - one.timestamp) for one in request.events],
             max_tokens=self._scheduler.max_model_len,
         )

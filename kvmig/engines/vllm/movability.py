@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.sampling_params import SamplingType
 from vllm.v1.request import Request, RequestStatus
 
 from kvmig.core.errors import MigrationRefused
@@ -19,28 +22,42 @@ _STATES = (
 )
 
 
+class UnmovableKinds(NamedTuple):
+    """Why requests of a kind can't be moved from an engine; empty where they can."""
+
+    media: str = ""
+    """Those with images, videos or sound."""
+    seeded: str = ""
+    """Those that are sampled with a seed."""
+
+
+NO_KINDS = UnmovableKinds()
+
+
 def unmovable(
-    request: Request, here: str, transfer: KVTransferConfig | None, media: str = ""
+    request: Request,
+    here: str,
+    transfer: KVTransferConfig | None,
+    kinds: UnmovableKinds = NO_KINDS,
 ) -> str:
     """Why the request can't be moved now, in a few words; empty when it can.
 
     here: why none of its engine's can, see `unmovable_engine`, which isn't to be asked each time:
-    vLLM looks its answers up in the model's own files. transfer: the engine's KV connector. media:
-    why none with media can, see `unmovable_media`.
+    vLLM looks its answers up in the model's own files. kinds: nor is `unmovable_kinds`. transfer:
+    the engine's KV connector.
     """
-    kind = _kind(request) or (media if request.mm_features else "")
-    return here or kind or why_held(request, transfer) or _moment(request)
+    return here or _kind(request, kinds) or why_held(request, transfer) or _moment(request)
 
 
 def check_movable(request: Request, config: VllmConfig) -> None:
     """Raise MigrationRefused with the reason, if there is one."""
-    here, media = unmovable_engine(config), unmovable_media(config)
-    reason = unmovable(request, here, config.kv_transfer_config, media)
+    here, kinds = unmovable_engine(config), unmovable_kinds(config)
+    reason = unmovable(request, here, config.kv_transfer_config, kinds)
     if reason:
         raise MigrationRefused("unsupported", reason)
 
 
-def _kind(request: Request) -> str:
+def _kind(request: Request, kinds: UnmovableKinds) -> str:
     params = request.sampling_params
     if params is None:
         return "pooling request"
@@ -51,7 +68,9 @@ def _kind(request: Request) -> str:
     if params.thinking_token_budget is not None:
         # vLLM counts along while the request is in the batch, and miscounts when it returns.
         return "thinking token budget"
-    return ""
+    if kinds.seeded and params.sampling_type == SamplingType.RANDOM_SEED:
+        return kinds.seeded
+    return kinds.media if request.mm_features else ""
 
 
 def unmovable_engine(config: VllmConfig) -> str:
@@ -79,16 +98,21 @@ def unmovable_engine(config: VllmConfig) -> str:
     return ""
 
 
-def unmovable_media(config: VllmConfig) -> str:
-    """Why no request with images or videos moves from such an engine, if none does.
-
-    With M-RoPE a token's position depends on which tokens of a video were left out before it. That
-    is known once they are computed; the model runner puts it right then, and keeps it there.
-    """
-    media = config.model_config.multimodal_config
-    if media is None or not media.video_pruning_rate or not config.model_config.uses_mrope:
-        return ""
-    return "media with video pruning, whose positions only the engine that computed them knows"
+def unmovable_kinds(config: VllmConfig) -> UnmovableKinds:
+    """Which requests of such an engine have a state that stays in its model runner."""
+    media, model = config.model_config.multimodal_config, config.model_config
+    return UnmovableKinds(
+        # With M-RoPE a token's position depends on which tokens of a video were left out before
+        # it. The model runner knows once it has computed them, puts it right, and keeps it.
+        media="media with video pruning, whose positions only the engine that computed them knows"
+        if media is not None and media.video_pruning_rate and model.uses_mrope
+        else "",
+        # Runner V2 proposes on the device. Where a request comes to, its next step has no drafts:
+        # what is drawn then depends on that.
+        seeded="seeded sampling with drafts, which model runner V2 keeps on the device"
+        if config.speculative_config is not None and config.use_v2_model_runner
+        else "",
+    )
 
 
 def _moment(request: Request) -> str:

@@ -75,7 +75,7 @@ from kvmig.engines.vllm.migration import (
     encode_progress,
     encode_request,
 )
-from kvmig.engines.vllm.movability import unmovable_engine, unmovable_media
+from kvmig.engines.vllm.movability import unmovable_engine, unmovable_kinds
 from kvmig.engines.vllm.offload import BeingOffloaded, CacheOffload
 from kvmig.engines.vllm.own_requests import OWN_CLIENT, OwnRequests
 from kvmig.engines.vllm.parking import VllmParking
@@ -174,7 +174,7 @@ class ServingVllm:
             tables,
             self.unmovable,
             core.vllm_config.kv_transfer_config,
-            unmovable_media(core.vllm_config),
+            unmovable_kinds(core.vllm_config),
         )
         self.sharing: CacheSharing | str = self._device.open(core, memory, self._on_engine)
         self._load = self._seen_load()

@@ -22,7 +22,7 @@ from kvmig.core.errors import MigrationRefused, UnsupportedLayout
 from kvmig.engines.base import EmittedTokens, Frame, RequestState
 from kvmig.engines.vllm.building import not_again
 from kvmig.engines.vllm.load import RequestHoldings
-from kvmig.engines.vllm.movability import check_movable, unmovable_engine, unmovable_media
+from kvmig.engines.vllm.movability import check_movable, unmovable_engine, unmovable_kinds
 from kvmig.engines.vllm.tables import RequestTables
 from kvmig.engines.vllm.warmup import OutputProbe, warm_up_requests
 from tests.support.environment import environment
@@ -48,6 +48,7 @@ def config(
     transfer: KVTransferConfig | None = None,
     pruning: float | None = None,
     mrope: bool = True,
+    v2: bool = False,
 ) -> VllmConfig:
     """What movability reads of vLLM's configuration."""
     return cast(
@@ -68,6 +69,7 @@ def config(
             scheduler_config=SimpleNamespace(async_scheduling=overlapped),
             observability_config=SimpleNamespace(per_request_spec_decode_metrics=metrics),
             kv_transfer_config=transfer,
+            use_v2_model_runner=v2,
         ),
     )
 
@@ -112,8 +114,8 @@ def row(of: Request, settings: VllmConfig) -> RequestState:
         _free_blocks=lambda request: None,
     )
     here, transfer = unmovable_engine(settings), settings.kv_transfer_config
-    media = unmovable_media(settings)
-    holdings = RequestHoldings(cast("Scheduler", scheduler), TABLES, here, transfer, media)
+    kinds = unmovable_kinds(settings)
+    holdings = RequestHoldings(cast("Scheduler", scheduler), TABLES, here, transfer, kinds)
     if of.status is RequestStatus.RUNNING:
         scheduler.running.append(of)
     else:
@@ -206,6 +208,14 @@ def with_video() -> Request:
     return request(outputs=50, mm_features=[MultiModalFeatureSpec(None, "video", "v", where)])
 
 
+SEEDED = SamplingParams(seed=7, temperature=1.0, max_tokens=100)
+
+
+def test_what_is_drawn_stays_with_the_drafts_that_a_device_keeps() -> None:
+    because = "seeded sampling with drafts, which model runner V2 keeps on the device"
+    stays(request(outputs=50, params=SEEDED), config("eagle", v2=True), because)
+
+
 def test_media_stay_whose_positions_are_put_right_as_they_are_computed() -> None:
     because = "media with video pruning, whose positions only the engine that computed them knows"
     stays(with_video(), config(pruning=0.5), because)
@@ -218,9 +228,12 @@ def test_media_stay_whose_positions_are_put_right_as_they_are_computed() -> None
         (with_video(), config(pruning=0.0)),
         (with_video(), config(pruning=0.5, mrope=False)),
         (request(outputs=50), config(pruning=0.5)),
+        (request(outputs=50), config("eagle", v2=True)),
+        (request(outputs=50, params=SEEDED), config("eagle")),
+        (request(outputs=50, params=SEEDED), config(v2=True)),
     ],
 )
-def test_other_media_move_and_so_do_other_requests_where_videos_are_pruned(
+def test_requests_of_other_kinds_and_of_other_engines_move(
     of: Request, settings: VllmConfig
 ) -> None:
     check_movable(of, settings)
