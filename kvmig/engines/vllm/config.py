@@ -197,8 +197,9 @@ HARMLESS = frozenset(
 
 def identity_of_args(args: Namespace) -> str:
     """The identity of the weights of an instance with these flags that is started now."""
-    words = (args.quantization, weights_word(args.load_format), args.hf_overrides, args.revision)
-    return identity_of(args.model, words)
+    how = weights_word(args.load_format)
+    words = [args.quantization, how, args.hf_overrides, args.revision]
+    return identity_of(args.model, words + _given(args.quantization_config))
 
 
 def identity_of_config(config: VllmConfig, folder: str = "") -> str:
@@ -209,8 +210,13 @@ def identity_of_config(config: VllmConfig, folder: str = "") -> str:
     model = config.model_config
     how = weights_word(config.load_config.load_format)
     revision = None if folder else model.revision
-    words = (model.quantization, how, model.hf_overrides, revision)
-    return identity_of(folder or model.model, words)
+    words = [model.quantization, how, model.hf_overrides, revision]
+    return identity_of(folder or model.model, words + _given(model.quantization_config))
+
+
+def _given(setting: object) -> list[object]:
+    """A word of an identity that only those have where it is set: others keep theirs."""
+    return [setting] if setting else []
 
 
 def after_call(weights: str, method: str, args: Sequence[Any], identify: Identify) -> str:

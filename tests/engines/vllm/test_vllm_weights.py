@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvmig.core.errors import MigrationRefused, StartupError
-from kvmig.engines.identity import updated
+from kvmig.engines.identity import identity_of, updated
+from kvmig.models import BUNDLED
 from tests.support import count_down
 from tests.support.inside import other_weights
 from tests.support.vllm_pair import PROMPT, Pair, assert_same
@@ -106,6 +107,20 @@ async def test_a_request_that_began_before_a_reload_stays_and_later_ones_have_it
     await asyncio.sleep(0)
 
     assert engine.layout.weights == before, "what is on disk is what it was"
+
+
+def test_what_vllm_quantises_itself_is_other_weights() -> None:
+    from kvmig.engines.vllm.config import identity_of_args
+    from kvmig.engines.vllm.flags import parse
+
+    ways = [
+        [],
+        ["--quantization=online", '--quantization-config={"linear": "fp8_per_tensor"}'],
+        ["--quantization=online", '--quantization-config={"linear": "fp8_per_channel"}'],
+    ]
+    identities = [identity_of_args(parse([str(BUNDLED), *way])) for way in ways]
+    assert len(set(identities)) == 3
+    assert identities[0] == identity_of(str(BUNDLED), (None, "auto", {}, None)), "as before"
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
