@@ -420,15 +420,15 @@ class ServingVllm:
     # -- destination
 
     async def reserve(self, export: RequestExport) -> int:
-        weights = self.layout.weights  # the source's: that was checked just now
         if export.idle:
-            return await self._reserve_session(export, weights)
+            return await self._reserve_session(export)
         try:
             progress = decode_progress(export.payload[0])
             check_known(export.payload[1:])
             submitted = decode_request(export.payload[1:])
         except (msgspec.MsgspecError, IndexError) as error:
             raise MigrationRefused("incompatible", f"export of another kind: {error}") from error
+        weights = self.layout.weights  # the source's: that was checked just now
         without_load(submitted)
         known = progress.output_token_ids
         waits = not known and not progress.num_computed_tokens
@@ -442,13 +442,14 @@ class ServingVllm:
         self._incoming.submitted[export.request_id] = list(export.payload[1:])
         return hit
 
-    async def _reserve_session(self, export: RequestExport, weights: str) -> int:
+    async def _reserve_session(self, export: RequestExport) -> int:
         try:
             adapter, frames = export.payload[1].decode(), export.payload[2:]
             check_known(frames)
             submitted = decode_request(frames)
         except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
             raise MigrationRefused("incompatible", f"session of another kind: {error}") from error
+        weights = self.layout.weights
         request = await self._builder.hash_request(submitted)
         if self._core.adapters.identity(request.lora_request) != adapter:
             raise MigrationRefused("incompatible", "its LoRA adapter is another one here")
