@@ -35,7 +35,7 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import PeerBehind, TransportError
-from kvmig.engines.base import CacheRoom, CameBlocks, KVUse, Tail
+from kvmig.engines.base import CacheRoom, CameBlocks, KVUse, RequestTail
 from kvmig.engines.gate import StepGate
 from kvmig.engines.held_marks import HeldMarks, PrefixNews, unpack_marks
 from kvmig.engines.toy.engine import ToyEngine
@@ -74,7 +74,9 @@ class SlowToy(ToyEngine):
         self.commits = asyncio.Event()
         self.go = asyncio.Event()
 
-    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+    async def commit(
+        self, request_id: str, tail: RequestTail, last: CameBlocks | None = None
+    ) -> None:
         self.commits.set()
         await self.go.wait()
         await super().commit(request_id, tail, last)
