@@ -17,7 +17,7 @@ from kvmig.controlplane.messages import PairedDestination
 FULL = ("no_blocks", "no_batch_slot")
 """Reasons of a refusal for want of room (`kvmig.kvtransfer.report.Reason`)."""
 UNFIT = ("incompatible", "unsupported", "corrupt", "error")
-"""Reasons that concern this request there, whatever room there is: the next one may go."""
+"""Reasons that concern this request there, not the room: the next one may go."""
 FIRST_S = 1.0
 """Time until a refused request is tried there again, though no more room was reported."""
 LAST_S = 16.0

@@ -106,8 +106,8 @@ class MigrationSessions:
         """stagings: by transport's name, the best first; their opener closes them.
 
         site: where the transports of this side are; None: with engines of this process only.
-        epochs: of all instances, where nobody says under which one a request runs; None: of this
-        one.
+        epochs: shared by all instances, where no message carries the epoch that a request runs
+        under; None: this instance's own.
         """
         self._instance = instance
         self._engine = engine

@@ -79,7 +79,7 @@ class ClearingCalls:
             core.clears = False
 
     async def _settle(self) -> None:
-        """Wait until migrations hold nothing, or too long: then vLLM says what is in its way."""
+        """Wait until migrations hold nothing, or too long: then the call fails, as in vLLM."""
         deadline = time.monotonic() + SETTLE_S
         while await self._on_engine(self._held) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)

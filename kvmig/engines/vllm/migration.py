@@ -379,7 +379,7 @@ class VllmArriving:
     request: Request
     exported: VllmProgress
     weights: str
-    """Those that it began under."""
+    """The identity of the weights that it began under."""
     has_blocks: bool = False
     hit_tokens: int = 0
     """Tokens whose blocks the prefix cache here held already."""

@@ -26,9 +26,9 @@ class UnmovableKinds(NamedTuple):
     """Why requests of a kind can't be moved from an engine; empty where they can."""
 
     media: str = ""
-    """Those with images, videos or sound."""
+    """Why requests with images, videos or sound can't."""
     seeded: str = ""
-    """Those that are sampled with a seed."""
+    """Why requests that are sampled with a seed can't."""
 
 
 NO_KINDS = UnmovableKinds()
