@@ -44,6 +44,7 @@ from kvmig.core.config import HttpConfig
 from kvmig.core.errors import NoInstance
 from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import Frame
+from kvmig.engines.client_request import ClientRequest
 from kvmig.engines.vllm import flags
 from kvmig.frontend.call_aborts import CallAborts
 from kvmig.frontend.middleware import HttpState
@@ -95,12 +96,9 @@ class MadeUpEngine:
         self._loop = asyncio.get_running_loop()
         self.aborts = CallAborts()
 
-    async def submit(
-        self, request_id: str, external: str, tokens: int, priority: int,
-        payload: Sequence[Frame], *_: object, **__: object,
-    ) -> object:  # fmt: skip
-        threading.Thread(target=self._run, args=(request_id, payload), daemon=True).start()
-        return None
+    async def submit(self, request: ClientRequest) -> None:
+        given = (request.request_id, request.payload)
+        threading.Thread(target=self._run, args=given, daemon=True).start()
 
     def _run(self, request_id: str, payload: Sequence[Frame]) -> None:
         request: EngineCoreRequest = self._decoder.decode(payload)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -21,6 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError, MigrationRefused, NoInstance
 from kvmig.engines.base import EmittedTokens, Frame, Frames
+from kvmig.engines.client_request import ClientRequest
 from kvmig.engines.vllm import factory, flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.embedded import EmbeddedVllm
@@ -51,23 +52,10 @@ class OwnRouter:
     def __init__(self, llms: MovableLLMs, name: str, client: int) -> None:
         self._llms, self._name, self._client = llms, name, client
 
-    async def submit(
-        self,
-        request_id: str,
-        external_id: str,
-        prompt_tokens: int,
-        priority: int,
-        payload: Frames,
-        most: int | None,
-        *,
-        whole: bool,
-        logprobs: int,
-        prompt_logprobs: int,
-        numbers: int,
-        marks: Callable[[], Sequence[int]],
-    ) -> None:
+    async def submit(self, request: ClientRequest) -> None:
         """Let it begin. Raises NoInstance."""
-        self._llms.submit(request_id, PlacedRequest(external_id, self._client, self._name), payload)
+        placed = PlacedRequest(request.external_id, self._client, self._name)
+        self._llms.submit(request.request_id, placed, request.payload)
 
     def priority_of_call(self, asked: int) -> int:
         """The priority that was asked for."""

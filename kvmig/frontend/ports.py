@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -10,6 +10,7 @@ from kvmig.controlplane.front_messages import FrontAsked, FrontReply
 from kvmig.controlplane.messages import Submit
 from kvmig.core.errors import Failure
 from kvmig.engines.base import Frames
+from kvmig.engines.client_request import PromptMarks
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.rpc.messages import RpcMessage
 
@@ -96,9 +97,6 @@ class EngineArithmetic(NamedTuple):
 
 
 NOT_BEGUN = EngineArithmetic()
-
-
-PromptMarks = Callable[[], Sequence[int]]
 
 
 class DispatchOrder(NamedTuple):

@@ -53,6 +53,7 @@ from kvmig.core.background import BackgroundTasks, cancel_tasks
 from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import AnswerTooLarge, PeerError
+from kvmig.engines.client_request import ClientRequest, PromptMarks
 from kvmig.frontend.call_aborts import CallAborts
 from kvmig.frontend.dispatch_turns import DispatchTurns
 from kvmig.frontend.instances import InstanceConnection, InstancePool
@@ -70,7 +71,6 @@ from kvmig.frontend.ports import (
     OutputDecoder,
     OutputItem,
     OutputSink,
-    PromptMarks,
     RouterObserver,
 )
 from kvmig.frontend.quotas import Output, QuotaClient
@@ -290,70 +290,55 @@ class FrontendRouter:
         """See `requests.sequences_of_call`."""
         return sequences_of_call()
 
-    async def submit(
-        self,
-        request_id: str,
-        external_id: str,
-        prompt_tokens: int,
-        priority: int,
-        payload: Frames,
-        most: int | None = None,
-        *,
-        whole: bool = False,
-        logprobs: int = 0,
-        prompt_logprobs: int = 0,
-        numbers: int = 0,
-        marks: PromptMarks | None = None,
-    ) -> str:
+    async def submit(self, request: ClientRequest) -> str:
         """Send a new request to the instance that the policy picks, and return its name.
 
-        The payload is kept as long as the request lives. most: output tokens; None: that isn't
-        known. whole: its client gets no token before the last. logprobs: that come with each
-        token; prompt_logprobs: with its prompt; numbers: of its embedding.
-        marks: computes those of its prompt. Raises NoInstance, QuotaUsedUp, AnswerTooLarge.
+        Its payload is kept as long as it lives. Raises NoInstance, QuotaUsedUp, AnswerTooLarge.
         """
-        marks = None if marks is None else cache(marks)  # dispatch and the session's memory ask
+        # Dispatch asks for the marks, and so does the session's memory.
+        marks = None if request.marks is None else cache(request.marks)
         call, search, allowance = current_call.get(), current_search.get(), None
         if call is not None:
             call.rendered()
-            call.room.count_kept(0, prompt_logprobs, numbers)
+            call.room.count_kept(0, request.prompt_logprobs, request.numbers)
             if call.room.full():
                 raise AnswerTooLarge(answer_room.sentence())
         if self._quotas is not None and call is not None:
-            prompt, tokens = search or external_id, prompt_tokens
+            prompt = search or request.external_id
+            tokens, most = request.prompt_tokens, request.most_tokens
             if search is not None:  # whose first step has one beam, and its last one all
-                tokens, most = prompt_tokens + search.width - 1, None
+                tokens, most = tokens + search.width - 1, None
             allowance = await self._quotas.begin(call, prompt, tokens, most)
         arrived = self._clock()
         order = DispatchOrder(
-            prompt_tokens,
-            priority,
-            Submit(request_id),
-            payload,
+            request.prompt_tokens,
+            request.priority,
+            Submit(request.request_id),
+            request.payload,
             marks=marks,
             session=None if call is None else call.session,
             payer="" if call is None else call.payer,
         )
         await self.sessions.carry_ahead(order)
         if call is not None and call.tenant:
-            await self._turns.wait(request_id, priority, call.tenant)
+            await self._turns.wait(request.request_id, request.priority, call.tenant)
         instance = self.fleet.dispatch(order)
         self._table.add(
             LiveRequest(
-                request_id=request_id,
-                external_id=external_id,
-                call_id=current_call_id() or call_of(external_id),
+                request_id=request.request_id,
+                external_id=request.external_id,
+                call_id=current_call_id() or call_of(request.external_id),
                 splicer=StreamSplicer(instance),
-                prompt_tokens=prompt_tokens,
-                priority=priority,
-                payload=payload,
+                prompt_tokens=request.prompt_tokens,
+                priority=request.priority,
+                payload=request.payload,
                 arrived=arrived,
                 placed=self._clock(),
                 call=call,
                 allowance=allowance,
                 search=search,
-                whole=whole and search is None,
-                logprobs=logprobs,
+                whole=request.whole and search is None,
+                logprobs=request.logprobs,
                 marks=self._kept_marks(call, marks),
             )
         )

@@ -11,7 +11,9 @@ from kvmig.asgi.answer_room import MOST_LOGPROBS, MOST_TOKENS, AnswerRoom
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import AbortRequests
 from kvmig.core.errors import AnswerTooLarge
+from kvmig.engines.client_request import ClientRequest
 from kvmig.frontend.requests import LiveRequest
+from kvmig.frontend.router import FrontendRouter
 from kvmig.frontend.splice import StreamSplicer
 from tests.support.fake_llumlet import cluster
 from tests.support.http_calls import in_call
@@ -40,10 +42,10 @@ def test_a_log_probability_takes_more_room_than_a_token() -> None:
     assert MOST_LOGPROBS < MOST_TOKENS
 
 
-async def submit(router: Any, *names: str, whole: bool, **logprobs: int) -> HttpCall:
+async def submit(router: FrontendRouter, *names: str, **fields: Any) -> HttpCall:
     with in_call(HttpCall()) as call:
         for name in names:
-            await router.submit(name, "cmpl-x-0", 20, 0, [b""], None, whole=whole, **logprobs)
+            await router.submit(ClientRequest(name, "cmpl-x-0", 20, 0, [b""], **fields))
     return call
 
 

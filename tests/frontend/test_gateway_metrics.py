@@ -20,6 +20,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.live_records import PAUSE_PARTS, MoveRecord
 from kvmig.core.priorities import NORMAL, PriorityClass, with_normal
 from kvmig.engines.base import EngineLoad, PreemptionCount
+from kvmig.engines.client_request import ClientRequest
 from kvmig.frontend.metrics import (
     INSTANCE_STATES,
     ClassCollector,
@@ -282,7 +283,7 @@ async def test_a_requests_latencies_are_what_its_client_sees(moved: bool) -> Non
     async with cluster(
         observer=FrontendMetrics(registry, CLASSES), clock=clock, lost_after_s=1e6
     ) as it:
-        owner = it.llumlets[int(await it.router.submit("r", "x", 20, -1, [b""]))]
+        owner = it.llumlets[int(await it.router.submit(ClientRequest("r", "x", 20, -1, [b""])))]
         await owner.hear()
         clock.now += 2
         owner.step(("r", 0, 0, [1]))

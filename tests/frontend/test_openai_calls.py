@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from kvmig.asgi.access import bearer
 from kvmig.core.errors import Failure, NoInstance
+from kvmig.engines.client_request import ClientRequest
 from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, TokenLogprob, decode
 from kvmig.frontend.openai.answers import ChatAnswer, ChoicePiece, OutputToken
 from kvmig.frontend.openai.bodies import ChatBody
@@ -27,7 +28,6 @@ from kvmig.frontend.openai.generation import (
 )
 from kvmig.frontend.openai.routes import openai_api
 from kvmig.frontend.router import FrontendRouter
-from kvmig.rpc.codec import Frame
 from tests.support.byte_tokens import EOS, Bytes
 from tests.support.http_states import behind_middleware
 from tests.support.inside import open_queues
@@ -47,15 +47,12 @@ class Instances:
         self.submitted: list[SubmittedRequest] = []
         self.there = True
 
-    async def submit(
-        self, request_id: str, external_id: str, tokens: int, priority: int, payload: list[Frame],
-        most: int | None, *, whole: bool, logprobs: int,
-    ) -> str:  # fmt: skip
+    async def submit(self, request: ClientRequest) -> str:
         if not self.there:
             raise NoInstance("no instance takes requests")
-        self.submitted.append(decode(payload[0], SubmittedRequest))
-        self.live.add(request_id)
-        asyncio.get_running_loop().call_soon(self._run, request_id)
+        self.submitted.append(decode(request.payload[0], SubmittedRequest))
+        self.live.add(request.request_id)
+        asyncio.get_running_loop().call_soon(self._run, request.request_id)
         return "i0"
 
     async def abort(self, request_ids: Sequence[str], complete: bool = False) -> None:

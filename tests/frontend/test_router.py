@@ -41,6 +41,7 @@ from kvmig.controlplane.messages import (
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import EngineLoad, RequestState
+from kvmig.engines.client_request import ClientRequest
 from kvmig.frontend.router import FrontendRouter
 from kvmig.rpc.messages import RpcMessage
 from tests.support.fake_llumlet import (
@@ -71,7 +72,7 @@ async def test_an_instance_that_does_not_answer_is_not_added() -> None:
         await router.add_instance("7", "tcp://127.0.0.1:9", timeout_s=0.1)
     assert router.fleet.rows() == []
     with pytest.raises(NoInstance):
-        await router.submit("r", "r", 1, 0, [b""])
+        await router.submit(ClientRequest("r", "r", 1, 0, [b""]))
     await router.close()
 
 
@@ -178,7 +179,7 @@ async def test_a_loop_that_stood_still_for_3_s_makes_no_instance_look_dead(it: C
 
 
 async def test_a_request_goes_to_one_instance_and_its_tokens_come_back(it: Cluster) -> None:
-    place = await it.router.submit("r", "cmpl-x-0", 20, 0, [b"one", b"two"])
+    place = await it.router.submit(ClientRequest("r", "cmpl-x-0", 20, 0, [b"one", b"two"]))
     llumlet = it.llumlets[int(place)]
     assert await llumlet.hear() == Submit("r")
     assert llumlet.payload == [b"one", b"two"]
@@ -190,7 +191,9 @@ async def test_a_request_goes_to_one_instance_and_its_tokens_come_back(it: Clust
 
 
 async def test_requests_that_no_report_counts_yet_are_spread(it: Cluster) -> None:
-    places = [await it.router.submit(f"r{n}", f"r{n}", 20, 0, [b""]) for n in range(4)]
+    places = [
+        await it.router.submit(ClientRequest(f"r{n}", f"r{n}", 20, 0, [b""])) for n in range(4)
+    ]
     assert sorted(places) == ["0", "0", "1", "1"]
 
 
@@ -207,7 +210,9 @@ async def test_a_sessions_next_request_goes_where_its_last_one_was(by_prefixes: 
                     llumlet.report(EngineLoad(total, 0, 0, 0, 0, 0))
                 rows = it.router.fleet.rows
                 await until(lambda: {row.blocks_total for row in rows()} == {total})  # noqa: B023 - it ends before the next turn
-                places.append(await it.router.submit(f"r{turn}", f"r{turn}", 2000, 0, [b""]))
+                places.append(
+                    await it.router.submit(ClientRequest(f"r{turn}", f"r{turn}", 2000, 0, [b""]))
+                )
                 await asyncio.sleep(0.15)  # its report counts a dispatch after a while
         assert (len(set(places)) == 1) == by_prefixes
 
@@ -222,7 +227,7 @@ async def test_the_marks_of_a_sessions_prompt_are_computed_once(it: Cluster) -> 
 
     with in_call(HttpCall()) as call:
         call.session = 7
-        await it.router.submit("r", "r", 300, 0, [b""], marks=marks)
+        await it.router.submit(ClientRequest("r", "r", 300, 0, [b""], marks=marks))
     assert len(asked) == 1
 
 
@@ -241,7 +246,7 @@ async def test_a_stream_goes_on_across_two_moves(it: Cluster) -> None:
 
 async def test_of_a_batch_only_what_is_out_of_turn_waits(it: Cluster) -> None:
     a, b = await it.submitted("r")
-    await it.router.submit("s", "s", 20, 0, [b""])
+    await it.router.submit(ClientRequest("s", "s", 20, 0, [b""]))
     b.step(("r", 1, 1, [11]), ("s", 0, 0, [20]))
     await it.front.until(lambda: it.front.tokens.get("s") == [20])
     a.step(("r", 0, 0, [10]))

@@ -31,6 +31,7 @@ from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig, FaultConfig
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import RequestState
+from kvmig.engines.client_request import ClientRequest
 from kvmig.frontend import ownership, requests, router
 from kvmig.frontend.ports import DispatchOrder, RouterObserver
 from kvmig.frontend.splice import StreamSplicer
@@ -119,7 +120,7 @@ async def test_a_lost_instance_gets_nothing_new_and_its_calls_fail(it: Cluster) 
         await calling
     assert it.state(a) == "lost"
     for n in range(3):
-        assert await it.router.submit(f"s{n}", "s", 20, 0, [b""]) == b.instance
+        assert await it.router.submit(ClientRequest(f"s{n}", "s", 20, 0, [b""])) == b.instance
     with pytest.raises(InstanceLost):
         await it.router.migrate("s0", a.instance)
 
@@ -190,7 +191,7 @@ async def test_an_instance_that_says_that_it_ails_is_left_at_once(it: Cluster, s
     a.report(LOAD, state)
     assert await b.hear() == Submit("r+1", (10,))
     assert it.state(a) == state
-    assert await it.router.submit("s", "s", 20, 0, [b""]) == b.instance
+    assert await it.router.submit(ClientRequest("s", "s", 20, 0, [b""])) == b.instance
     a.report(LOAD, "serving")
     await until(lambda: it.state(a) == "serving")
 
@@ -230,7 +231,7 @@ async def test_without_a_better_instance_requests_stay_with_a_silent_one() -> No
         a, *_ = await running(it, 10)
         a.silent = True
         await until(lambda: it.state(a) == "silent")
-        assert await it.router.submit("s", "s", 20, 0, [b""]) == a.instance
+        assert await it.router.submit(ClientRequest("s", "s", 20, 0, [b""])) == a.instance
         assert await a.hear() == Submit("s")
         a.step(("r", 0, 1, [11]))
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
@@ -485,10 +486,10 @@ async def test_a_request_that_two_instances_hung_of_is_failed_and_others_go_on(
         b = await it.addressed(a)
         assert (await b.hear_one(Submit)).request_id == "r+1"
         dispatch_by(it.router, Pick(b.instance))
-        await it.router.submit("beside", "cmpl-y-0", 20, 0, [b"payload"])
+        await it.router.submit(ClientRequest("beside", "cmpl-y-0", 20, 0, [b"payload"]))
         assert await b.hear() == Submit("beside")
         await clock.pass_hang()
-        await it.router.submit("came during it", "cmpl-z-0", 20, 0, [b"payload"])
+        await it.router.submit(ClientRequest("came during it", "cmpl-z-0", 20, 0, [b"payload"]))
         assert await b.hear() == Submit("came during it")
         (c,) = it.others(a, b)
         dispatch_by(it.router, Pick(c.instance))
@@ -569,11 +570,11 @@ async def test_removed_instances_are_no_crashes() -> None:
 async def test_requests_wait_for_an_instance_in_the_order_of_dispatch() -> None:
     async with cluster(instances=1) as it:
         a, *_ = await running(it, 10)
-        await it.router.submit("urgent", "u", 20, -1, [b"payload"])
+        await it.router.submit(ClientRequest("urgent", "u", 20, -1, [b"payload"]))
         await it.router.remove_instance(a.instance, crashed=True)
         assert it.router.fleet.vacant()
         with pytest.raises(NoInstance):
-            await it.router.submit("new", "n", 20, 0, [b""])
+            await it.router.submit(ClientRequest("new", "n", 20, 0, [b""]))
         again = await it.come_back(a)
         assert [await again.hear(), await again.hear()] == [
             Submit("urgent+1"), Submit("r+1", (10,)),
@@ -588,7 +589,7 @@ async def test_a_request_that_can_not_be_sent_again_ends_and_those_behind_it_run
 ) -> None:
     async with cluster(instances=1) as it:
         a, *_ = await running(it, 10)
-        await it.router.submit("behind", "b", 20, 0, [b"payload"])
+        await it.router.submit(ClientRequest("behind", "b", 20, 0, [b"payload"]))
         await it.router.remove_instance(a.instance, crashed=True)
         dispatch = it.router.fleet.dispatch
 
@@ -674,7 +675,7 @@ class Counted(RouterObserver):
 async def test_what_happened_is_counted() -> None:
     counted = Counted()
     async with cluster(observer=counted) as it:
-        place = await it.router.submit("r", "x", 20, 0, [b""])
+        place = await it.router.submit(ClientRequest("r", "x", 20, 0, [b""]))
         await it.llumlets[int(place)].close()
         await until(lambda: len(counted.heard) == 2)
         assert counted.heard == [(place, "lost"), ("again", 20)]

@@ -9,6 +9,7 @@ import pytest
 from kvmig.controlplane.messages import AbortRequests, Submit
 from kvmig.core.config import ClusterConfig, FaultConfig, SchedulerConfig
 from kvmig.engines.base import EngineLoad
+from kvmig.engines.client_request import ClientRequest
 from tests.support.fake_llumlet import LOAD, Cluster, FakeLlumlet, cluster
 from tests.support.waiting import until
 
@@ -178,6 +179,6 @@ async def test_new_requests_begin_under_the_preferred_weights_while_there_is_roo
         it.router.fleet.preferred = "new"
         places = set()
         for number in range(4):
-            places.add(await it.router.submit(f"r{number}", "x", 20, 0, [b""]))
+            places.add(await it.router.submit(ClientRequest(f"r{number}", "x", 20, 0, [b""])))
             await asyncio.sleep(0)
         assert places == ({"0", "2"} if busy else {"1"})

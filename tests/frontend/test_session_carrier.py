@@ -11,6 +11,7 @@ import pytest
 
 from kvmig.controlplane.front_messages import CarrySessions, SessionsCarried
 from kvmig.controlplane.messages import LoadReport, Migrated, MoveSession
+from kvmig.engines.client_request import ClientRequest
 from kvmig.engines.held_marks import MARK_METHOD, PrefixNews, pack_marks
 from kvmig.rpc.messages import RpcMessage
 from tests.frontend.test_session_moves import key_of, of_session
@@ -47,7 +48,7 @@ async def idle(*sessions: str, instances: int = 3) -> AsyncIterator[tuple[Cluste
         await until(lambda: all(it.state(one) == "draining" for one in it.llumlets[1:]))
         for number, name in enumerate(sessions):
             with of_session(name):
-                await it.router.submit(name, "x", 20, 0, [b"payload"])
+                await it.router.submit(ClientRequest(name, "x", 20, 0, [b"payload"]))
             source.step((name, 0, 0, [7] * (number + 1)), last=[name])
             await until(lambda: not it.router.live())
         for llumlet in it.llumlets[1:]:
@@ -164,7 +165,7 @@ async def test_what_reports_show_decides_what_leaves() -> None:
         for name in prompts:
             with of_session(name):
                 marks = partial(prompts.__getitem__, name)
-                await it.router.submit(name, "x", 256, 0, [b"p"], marks=marks)
+                await it.router.submit(ClientRequest(name, "x", 256, 0, [b"p"], marks=marks))
             source.step((name, 0, 0, [7]), last=[name])
         await until(lambda: not it.router.live())
         moves = MovingLlumlet(source)

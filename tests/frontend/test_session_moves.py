@@ -27,6 +27,7 @@ from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.prefix_marks import MARK_TOKENS
 from kvmig.engines.base import EngineLoad
+from kvmig.engines.client_request import ClientRequest
 from kvmig.engines.held_marks import MARK_METHOD, PrefixNews, pack_marks
 from kvmig.frontend import instances, session_moves
 from kvmig.frontend.session_memory import SessionMemory
@@ -50,7 +51,9 @@ def of_session(session: str, account: str = "") -> Iterator[None]:
 async def said(it: Cluster, session: str, request_id: str, account: str = "") -> FakeLlumlet:
     """A session's request that has ended; the instance where it ran."""
     with of_session(session, account):
-        where = it.llumlets[int(await it.router.submit(request_id, "x", 600, 0, [b"payload"]))]
+        where = it.llumlets[
+            int(await it.router.submit(ClientRequest(request_id, "x", 600, 0, [b"payload"])))
+        ]
     await where.hear()
     where.step((request_id, 0, 0, [7, 8]), last=[request_id])
     await until(lambda: request_id not in it.router.live())
@@ -246,7 +249,7 @@ async def test_nobody_follows_a_session_whose_place_is_unknown(
 ) -> None:
     where, _ = await timed_out(it, client, monkeypatch)
     with of_session("s"):
-        place = await it.router.submit("r2", "cmpl-y-0", 600, 0, [b"payload"])
+        place = await it.router.submit(ClientRequest("r2", "cmpl-y-0", 600, 0, [b"payload"]))
     assert place == it.others(where)[0].instance
 
 
@@ -258,7 +261,7 @@ async def test_a_turn_that_ended_during_a_move_is_where_its_beginning_went(
     moving = asyncio.create_task(move(client, destination=there.instance))
     order = await where.hear_one(MoveSession)
     with of_session("s"):
-        place = await it.router.submit("r2", "cmpl-y-0", 600, 0, [b"longer"])
+        place = await it.router.submit(ClientRequest("r2", "cmpl-y-0", 600, 0, [b"longer"]))
     assert place == where.instance, "the hint leads there"
     where.step(("r2", 0, 0, [7]), last=["r2"])
     await until(lambda: it.router.live() == [])
@@ -409,7 +412,9 @@ async def crowded(it: Cluster, bandwidth: float) -> tuple[FakeLlumlet, FakeLluml
     """The instance of session s, where prompts wait, and one where nothing runs."""
     tokens = MARK_TOKENS * len(MARKS)
     with of_session("s"):
-        place = await it.router.submit("r", "x", tokens, 0, [b"payload"], marks=lambda: MARKS)
+        place = await it.router.submit(
+            ClientRequest("r", "x", tokens, 0, [b"payload"], marks=lambda: MARKS)
+        )
     where = it.llumlets[int(place)]
     await where.hear()
     where.step(("r", 0, 0, [7]), last=["r"])
@@ -429,7 +434,9 @@ async def crowded(it: Cluster, bandwidth: float) -> tuple[FakeLlumlet, FakeLluml
 async def next_turn(it: Cluster) -> str:
     with of_session("s"):
         tokens = MARK_TOKENS * len(MARKS) + 40
-        return await it.router.submit("r2", "x", tokens, 0, [b"more"], marks=lambda: MARKS)
+        return await it.router.submit(
+            ClientRequest("r2", "x", tokens, 0, [b"more"], marks=lambda: MARKS)
+        )
 
 
 async def test_a_turn_leaves_a_crowded_instance_after_its_sessions_blocks(it: Cluster) -> None:

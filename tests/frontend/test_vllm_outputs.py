@@ -29,6 +29,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from kvmig.asgi.errors import InstanceLost
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import Frame
+from kvmig.engines.client_request import ClientRequest
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.front import OutputQueue, RoutedLLM, cached_tokens, salt_request
@@ -169,7 +170,7 @@ class Cluster:
     def __init__(self) -> None:
         self.aborts = CallAborts()
 
-    async def submit(self, *_: object, **__: object) -> object:
+    async def submit(self, request: ClientRequest) -> object:
         raise NoInstance("no instance serves")
 
     def priority_of_call(self, asked: int) -> int:
@@ -210,7 +211,7 @@ async def test_a_request_that_no_instance_takes_leaves_nothing_behind() -> None:
 
 async def test_a_request_is_of_its_calls_class_whatever_the_application_made_of_it() -> None:
     class Bound(Cluster):
-        asked: Sequence[object] = ()
+        asked: ClientRequest | None = None
 
         def priority_of_call(self, asked: int) -> int:
             return 9
@@ -218,8 +219,8 @@ async def test_a_request_is_of_its_calls_class_whatever_the_application_made_of_
         def sequences_of_call(self) -> int:
             return 1
 
-        async def submit(self, *asked: object, **_: object) -> object:
-            self.asked = asked
+        async def submit(self, request: ClientRequest) -> object:
+            self.asked = request
             raise NoInstance("no instance serves")
 
     cluster = Bound()
@@ -227,7 +228,8 @@ async def test_a_request_is_of_its_calls_class_whatever_the_application_made_of_
         outputs = llm.generate({"prompt_token_ids": [1, 2]}, generating(), "r", priority=-1)
         with pytest.raises(GracefulHTTPError):
             await anext(outputs)
-    assert cluster.asked[3] == 9
+    assert cluster.asked is not None
+    assert cluster.asked.priority == 9
 
 
 def test_the_answers_of_one_call_have_one_salt_and_one_name_for_each_image() -> None:

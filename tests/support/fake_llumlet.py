@@ -26,6 +26,7 @@ from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import Failure
 from kvmig.engines.base import EngineLoad
+from kvmig.engines.client_request import ClientRequest
 from kvmig.engines.held_marks import PrefixNews
 from kvmig.frontend.ports import OutputBatch, OutputItem, RouterObserver
 from kvmig.frontend.router import FrontendRouter
@@ -239,7 +240,9 @@ class Cluster:
 
     async def submit(self, request_id: str = "r", external_id: str = "cmpl-x-0") -> FakeLlumlet:
         """Submit a request and return the llumlet that got it."""
-        place = await self.router.submit(request_id, external_id, 20, 0, [b"payload"])
+        place = await self.router.submit(
+            ClientRequest(request_id, external_id, 20, 0, [b"payload"])
+        )
         llumlet = self.llumlets[int(place)]
         await llumlet.hear()
         return llumlet

@@ -17,6 +17,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from kvmig.core.errors import Failure, NoInstance, QuotaUsedUp
 from kvmig.engines.base import Frame
+from kvmig.engines.client_request import ClientRequest
 from kvmig.engines.vllm import flags
 from kvmig.frontend.call_aborts import CallAborts
 from kvmig.frontend.openai.vllm.server import VllmServer
@@ -66,14 +67,10 @@ class AnsweringRouter(OneSequence):
         self._server = server
         self._put = put
 
-    async def submit(
-        self, request_id: str, external: str, tokens: int, priority: int,
-        payload: Sequence[Frame], *_: object, **__: object,
-    ) -> object:  # fmt: skip
-        request = MsgpackDecoder(EngineCoreRequest).decode(payload)
-        outputs = self._put(request_id, request)
+    async def submit(self, request: ClientRequest) -> None:
+        decoded = MsgpackDecoder(EngineCoreRequest).decode(request.payload)
+        outputs = self._put(request.request_id, decoded)
         asyncio.get_running_loop().call_soon(self._server.sink.deliver, 0, outputs, None)
-        return None
 
     async def call(self, method: str, payload: Sequence[Frame]) -> Mapping[str, Sequence[Frame]]:
         raise NoInstance("it has no methods")
@@ -88,15 +85,14 @@ class EndingRouter(OneSequence):
         self.sentence = sentence
         self._running: set[asyncio.Task[None]] = set()
 
-    async def submit(self, request_id: str, *_: object, **__: object) -> object:
+    async def submit(self, request: ClientRequest) -> None:
         if self.end == "none":
             raise NoInstance(self.sentence)
         if self.end == "quota at once":
             raise QuotaUsedUp(self.sentence)
-        task = asyncio.create_task(self.answer(request_id))
+        task = asyncio.create_task(self.answer(request.request_id))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return None
 
     async def answer(self, request_id: str) -> None:
         sink = self._server.sink

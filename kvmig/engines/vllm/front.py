@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,6 +45,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from kvmig.core.clock import TimeSource, monotonic
 from kvmig.core.errors import AnswerTooLarge, Failure, NoInstance, QuotaUsedUp
 from kvmig.engines.base import Frames
+from kvmig.engines.client_request import ClientRequest
 from kvmig.engines.vllm.answer_sizes import (
     logprobs_of_each_token,
     logprobs_of_prompt,
@@ -73,21 +74,7 @@ logger = logging.getLogger(__name__)
 class RequestRouter(Protocol):
     """The part of `kvmig.frontend.router.FrontendRouter` that the client needs."""
 
-    async def submit(
-        self,
-        request_id: str,
-        external_id: str,
-        prompt_tokens: int,
-        priority: int,
-        payload: Frames,
-        most: int | None,
-        *,
-        whole: bool,
-        logprobs: int,
-        prompt_logprobs: int,
-        numbers: int,
-        marks: Callable[[], Sequence[int]],
-    ) -> object: ...
+    async def submit(self, request: ClientRequest) -> object: ...
 
     def priority_of_call(self, asked: int) -> int: ...
 
@@ -288,20 +275,21 @@ class RoutingClient(AsyncMPClient):
         )
         asked, model = request.sampling_params, self.vllm_config.model_config
         vocabulary = model.get_vocab_size()
+        submitted = ClientRequest(
+            request.request_id,
+            request.external_req_id or request.request_id,
+            prompt,
+            request.priority,
+            encode_request(self._encoder, request),
+            0 if asked is None else asked.max_tokens,
+            whole=asked is not None and asked.output_kind is RequestOutputKind.FINAL_ONLY,
+            logprobs=logprobs_of_each_token(asked, vocabulary),
+            prompt_logprobs=logprobs_of_prompt(asked, prompt, vocabulary),
+            numbers=numbers_of(request.pooling_params, prompt, model),
+            marks=partial(marks_of_prompt, request),
+        )
         try:
-            await self._requests.submit(
-                request.request_id,
-                request.external_req_id or request.request_id,
-                prompt,
-                request.priority,
-                encode_request(self._encoder, request),
-                0 if asked is None else asked.max_tokens,
-                whole=asked is not None and asked.output_kind is RequestOutputKind.FINAL_ONLY,
-                logprobs=logprobs_of_each_token(asked, vocabulary),
-                prompt_logprobs=logprobs_of_prompt(asked, prompt, vocabulary),
-                numbers=numbers_of(request.pooling_params, prompt, model),
-                marks=partial(marks_of_prompt, request),
-            )
+            await self._requests.submit(submitted)
         except AnswerTooLarge as error:
             name = "input" if asked is None else "prompt_logprobs"
             raise VLLMValidationError(str(error), parameter=name) from error

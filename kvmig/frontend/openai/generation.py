@@ -21,6 +21,7 @@ from starlette.types import Send
 from kvmig.asgi.errors import GatewayError
 from kvmig.asgi.problems import problem
 from kvmig.core.errors import Failure, NoInstance, QuotaUsedUp
+from kvmig.engines.client_request import ClientRequest
 from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, decode, encode
 from kvmig.frontend.openai.answers import AnswerWriter, ChoicePiece, OutputToken, usage
 from kvmig.frontend.openai.bodies import StreamOptions
@@ -178,14 +179,16 @@ class ChoiceGeneration:
         request = msgspec.structs.replace(self._request, priority=priority)
         try:
             await self._router.submit(
-                self._request_id,
-                self._external_id,
-                len(self._request.prompt_token_ids),
-                request.priority,
-                [encode(request)],
-                self._request.max_tokens,
-                whole=self._whole,
-                logprobs=0 if (wanted := self._request.logprobs) is None else wanted + 1,
+                ClientRequest(
+                    self._request_id,
+                    self._external_id,
+                    len(request.prompt_token_ids),
+                    priority,
+                    [encode(request)],
+                    request.max_tokens,
+                    whole=self._whole,
+                    logprobs=0 if request.logprobs is None else request.logprobs + 1,
+                )
             )
         except NoInstance as error:
             raise GenerationFailed(str(error), "retry") from error
