@@ -199,11 +199,10 @@ class _Node(LlumletPort):
         loop = asyncio.get_running_loop()
         loop.call_soon(receive, self._name.encode(), message, _views(payload))
 
-    def reply(self, sender: bytes, message: RpcMessage, payload: Frames = ()) -> None:
+    def reply(self, sender: bytes, message: RpcMessage) -> None:
         """Deliver a destination's answer."""
         receive = self._others[sender.decode()].migrations.receive_reply
-        loop = asyncio.get_running_loop()
-        loop.call_soon(receive, self._name, message, _views(payload))
+        asyncio.get_running_loop().call_soon(receive, self._name, message)
 
     async def resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
         """The destination's word is final."""

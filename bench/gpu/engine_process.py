@@ -100,8 +100,8 @@ class _Way(LlumletPort):
     def send_to(self, endpoint: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         self._send(False, message, payload)
 
-    def reply(self, sender: bytes, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
-        self._send(True, message, payload)
+    def reply(self, sender: bytes, message: RpcMessage) -> None:
+        self._send(True, message, ())
 
     def _send(self, to_source: bool, message: RpcMessage, payload: Sequence[Frame]) -> None:
         frames = [bytes(frame) for frame in self._codec.encode(message, payload)]
@@ -218,7 +218,7 @@ class EngineProcess:
                 mode, to_source, frames = self._peer.recv()
                 message, payload = self._codec.decode([memoryview(frame) for frame in frames])
                 if to_source:
-                    self._migrations[mode].receive_reply(self._other, message, payload)
+                    self._migrations[mode].receive_reply(self._other, message)
                 else:
                     self._migrations[mode].receive(b"", message, payload)
         except (EOFError, OSError) as error:

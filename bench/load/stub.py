@@ -13,9 +13,9 @@ from kvmig.engines.base import (
     CacheSharing,
     CameBlocks,
     EmittedTokens,
+    EndedRequest,
     EngineLoad,
     Frame,
-    Frames,
     OnCallDone,
     OnOutputs,
     RequestExport,
@@ -77,13 +77,7 @@ class StubEngine:
     async def warm_up(self) -> None:
         """Nothing is cold."""
 
-    async def hold_session(
-        self,
-        request_id: str,
-        payload: Frames,
-        output_token_ids: Sequence[int],
-        shared_tokens: int = 0,
-    ) -> None:
+    async def hold_session(self, request_id: str, ended: EndedRequest) -> None:
         raise MigrationRefused("unsupported", "a stub keeps nothing")
 
     async def park(self) -> None:

@@ -60,7 +60,7 @@ from kvmig.core.errors import (
     TransportError,
 )
 from kvmig.core.start_times import StartTimes
-from kvmig.engines.base import EmittedTokens, Frame, Frames, ServingEngine
+from kvmig.engines.base import EmittedTokens, EndedRequest, Frame, Frames, ServingEngine
 from kvmig.engines.gate import ComputeShares
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import PeerMessage
@@ -431,9 +431,8 @@ class Llumlet:
         """Raises MigrationRefused."""
         request_id = order.request_id
         try:
-            await self._engine.hold_session(
-                request_id, frames, order.output_token_ids, order.shared_tokens
-            )
+            ended = EndedRequest(frames, order.output_token_ids, order.shared_tokens)
+            await self._engine.hold_session(request_id, ended)
             if order.patience_ms:
                 self._session_turns.check_turn()
             return await self._migrations.migrate(

@@ -82,8 +82,8 @@ class MigrationHost:
 
     async def _hear(self, endpoint: str, client: RpcClient) -> None:
         try:
-            async for message, payload in client.messages(f"peer {endpoint}"):
-                self.migrations.receive_reply(endpoint, message, payload)
+            async for message, _ in client.messages(f"peer {endpoint}"):
+                self.migrations.receive_reply(endpoint, message)
         except TransportError as error:
             del self._clients[endpoint]
             # Without a migration it is nobody's loss: instances come and go.

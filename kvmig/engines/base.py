@@ -437,6 +437,16 @@ Frame = bytes | bytearray | memoryview
 Frames = Sequence[Frame]
 
 
+class EndedRequest(msgspec.Struct, frozen=True):
+    """A request that has ended, of which the prefix cache may have blocks still."""
+
+    payload: Frames
+    """As it was submitted."""
+    output_token_ids: Sequence[int]
+    shared_tokens: int = 0
+    """The first tokens, which other sessions have, too: their blocks stay cached here."""
+
+
 class EmittedTokens(msgspec.Struct, frozen=True):
     """The tokens that one step gave one request."""
 
@@ -501,19 +511,11 @@ class ServingEngine(Engine, Protocol):
         """The engine's description for front ends, in the adapter's encoding."""
         ...
 
-    async def hold_session(
-        self,
-        request_id: str,
-        payload: Frames,
-        output_token_ids: Sequence[int],
-        shared_tokens: int = 0,
-    ) -> None:
+    async def hold_session(self, request_id: str, ended: EndedRequest) -> None:
         """Hold what the prefix cache has of a request that has ended, so that it can be moved.
 
         It is then exported, copied and released (or resumed: it stays cached here) as a request of
-        this id, which never runs. payload: as the request was submitted; output_token_ids: what it
-        gave. shared_tokens: the first ones, which other sessions have, too: they stay cached here.
-        Raises MigrationRefused, also where the engine can't.
+        this id, which never runs. Raises MigrationRefused, also where the engine can't.
         """
         ...
 

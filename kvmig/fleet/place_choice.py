@@ -217,7 +217,7 @@ def _places(
     best = {name: _preferred(room, need, want, strategy) for name, room in left.items()}
     places: list[InstancePlace] = []
     for rest in reversed(range(instances)):
-        for candidate in _in_turn(best, left, need, want, rest):
+        for candidate in _in_turn(best, left, want, rest):
             name = candidate.place.node
             after = left[name].with_instance(need, candidate.place)
             count = most_on(after, need, want, rest)
@@ -237,7 +237,6 @@ def _places(
 def _in_turn(
     best: Mapping[str, PlaceCandidate],
     left: Rooms,
-    need: InstanceNeed,
     want: DeviceNeed | None,
     rest: int,
 ) -> Iterator[PlaceCandidate]:

@@ -174,19 +174,19 @@ class InstanceConnection:
                 try:
                     self._listener.on_message(self, message, payload)
                 except PeerError as error:
-                    self._listener.on_refused(self, error)
+                    self._listener.refused(error)
                     raise
                 except msgspec.MsgspecError as error:
                     name = type(message).__name__
                     refused = PeerError(f"{name} can't be used: {error}", "unusable")
-                    self._listener.on_refused(self, refused)
+                    self._listener.refused(refused)
                     raise refused from error
         finally:
             client.close()
 
     def _refuse(self, error: PeerError) -> None:
         """Raise the error if it came before the Welcome: then this is no instance of ours."""
-        self._listener.on_refused(self, error)
+        self._listener.refused(error)
         if self.welcome is None:
             raise error
 
@@ -210,7 +210,7 @@ class InstanceListener(Protocol):
         """A message came after the instance's Welcome."""
         ...
 
-    def on_refused(self, instance: InstanceConnection, error: PeerError) -> None:
+    def refused(self, error: PeerError) -> None:
         """A message came that can't be read, or taken."""
         ...
 

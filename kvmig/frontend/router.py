@@ -520,9 +520,6 @@ class FrontendRouter:
                 log.warning("instance %s sent %s", instance.name, type(message).__name__)
                 self.refused(PeerError(f"{type(message).__name__} isn't for a front end"))
 
-    def on_refused(self, instance: InstanceConnection, error: PeerError) -> None:
-        self.refused(error)
-
     def on_lost(self, instance: InstanceConnection, reason: str) -> None:
         self.fleet.forget(instance)
         log.warning("connection to instance %s: %s", instance.name, reason)

@@ -27,8 +27,8 @@ class LlumletPort(Protocol):
         """Send to the llumlet at an endpoint. Raises TransportError if it is gone."""
         ...
 
-    def reply(self, sender: bytes, message: RpcMessage, payload: Frames, /) -> None:
-        """Answer a sender of `Migrations.receive`. Raises TransportError if it is gone."""
+    def reply(self, sender: bytes, message: RpcMessage, /) -> None:
+        """Answer a sender of `MigrationSessions.receive`. Raises TransportError if it is gone."""
         ...
 
     async def resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:

@@ -293,7 +293,7 @@ class DestinationSession(MigrationSession[Event, Action]):
                 exact=self._exact,
             )
         try:
-            self._context.host.reply(self._sender, message, ())
+            self._context.host.reply(self._sender, message)
         except TransportError as error:
             # The source asks again, or the arbiter does; nothing here depends on it.
             log.warning("%s: %s: %s", self.machine.key, type(message).__name__, error)

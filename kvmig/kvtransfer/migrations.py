@@ -261,7 +261,7 @@ class MigrationSessions:
             self._out.places.release()
         self._ended(move.mid, task)
 
-    def receive_reply(self, endpoint: str, message: RpcMessage, payload: list[memoryview]) -> None:
+    def receive_reply(self, endpoint: str, message: RpcMessage) -> None:
         """Take a destination's answer. One for a migration that is over is dropped."""
         match message:
             case (
@@ -382,7 +382,7 @@ class MigrationSessions:
     def _answer(self, sender: bytes, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, SendAnswer):
-                self._host.reply(sender, action.message, ())
+                self._host.reply(sender, action.message)
 
     # -- both
 

@@ -41,7 +41,7 @@ def tree(name: str, package: str, distributions: Sequence[str], cache: Path = CA
     if not (folder / package).is_dir():
         folder = cache / f"{package}-{name}"
     if not (folder / package).is_dir():
-        _download(name, package, distributions, folder)
+        _download(name, distributions, folder)
     return Tree(folder, package, name)
 
 
@@ -82,7 +82,7 @@ def _of_folder(folder: Path, package: str) -> Tree:
     return Tree(folder, package, versions[0].group() if versions else "")
 
 
-def _download(name: str, package: str, distributions: Sequence[str], folder: Path) -> None:
+def _download(name: str, distributions: Sequence[str], folder: Path) -> None:
     """Fetch a wheel and keep its Python; the first distribution that has the version."""
     why = ""
     for distribution in distributions:

@@ -17,7 +17,6 @@ import pytest
 from kvmig.engines.base import CameBlocks
 from kvmig.kvtransfer.measured import ChunkSizer
 from kvmig.kvtransfer.messages import Abort, ChunkDone
-from kvmig.rpc.codec import Frame
 from kvmig.rpc.messages import RpcMessage
 from tests.support.copying_engine import CopyingEngine, Kind, engine_of
 from tests.support.fake_cluster import Cluster, cluster
@@ -59,10 +58,10 @@ async def test_the_next_chunks_copy_is_in_the_engine_when_a_chunk_is_answered(pa
     async with between(pair) as them:
         reply = them.b.reply
 
-        def replied(sender: bytes, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
+        def replied(sender: bytes, message: RpcMessage) -> None:
             if isinstance(message, ChunkDone):
                 in_engine.append(destination.inside)
-            reply(sender, message, payload)
+            reply(sender, message)
 
         them.b.reply = replied  # type: ignore[method-assign]
         moving = asyncio.create_task(them.move())

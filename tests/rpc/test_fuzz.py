@@ -228,7 +228,7 @@ async def test_a_source_bears_any_answer_at_any_time(
                 for mid, session in departures(migrations).items():
                     decided = session.machine.beyond and kind in LAST_WORDS
                     if not decided and rng.random() < 0.02:
-                        migrations.receive_reply(endpoint, _answer(rng, kind, mid), [])
+                        migrations.receive_reply(endpoint, _answer(rng, kind, mid))
                 await asyncio.sleep(0)
             state = (await moving).state
             assert them.owners(request_id) == ("b" if state == "committed" else "a")

@@ -102,8 +102,8 @@ class Node(LlumletPort):
             self._clients[endpoint] = (client, asyncio.create_task(self._hear(endpoint, client)))
         self._clients[endpoint][0].send(message, payload)
 
-    def reply(self, sender: bytes, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
-        self.server.send(sender, message, payload)
+    def reply(self, sender: bytes, message: RpcMessage) -> None:
+        self.server.send(sender, message)
 
     async def _serve(self) -> None:
         while True:
@@ -114,9 +114,9 @@ class Node(LlumletPort):
     async def _hear(self, endpoint: str, client: RpcClient) -> None:
         try:
             while True:
-                message, payload = await client.recv()
+                message, _ = await client.recv()
                 if not self._lost(message):
-                    self.migrations.receive_reply(endpoint, message, payload)
+                    self.migrations.receive_reply(endpoint, message)
         except (TransportError, PeerError):
             self.migrations.peer_lost(endpoint)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvmig.engines.base import CameBlocks, RequestExport
+from kvmig.engines.base import CameBlocks, EndedRequest, RequestExport
 from tests.support.vllm_pair import SEEDED, Pair
 from tests.support.vllm_side import Output, Side
 
@@ -67,9 +67,8 @@ class Talk:
 
     async def held(self, source: Side, shared_tokens: int = 0) -> RequestExport:
         """Its blocks are held from now on, and this is what the destination gets."""
-        await self.pair.done(
-            source.engine.hold_session("s", self.payload, self.said, shared_tokens)
-        )
+        ended = EndedRequest(self.payload, self.said, shared_tokens)
+        await self.pair.done(source.engine.hold_session("s", ended))
         return await self.pair.done(source.engine.export("s"))
 
     @property

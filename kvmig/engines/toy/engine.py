@@ -21,6 +21,7 @@ from kvmig.engines.base import (
     CameBlocks,
     ClassLoad,
     EmittedTokens,
+    EndedRequest,
     EngineLoad,
     Frame,
     Frames,
@@ -143,13 +144,7 @@ class ToyEngine:
     async def warm_up(self) -> None:
         """Do nothing: a toy compiles and loads nothing."""
 
-    async def hold_session(
-        self,
-        request_id: str,
-        payload: Frames,
-        output_token_ids: Sequence[int],
-        shared_tokens: int = 0,
-    ) -> None:
+    async def hold_session(self, request_id: str, ended: EndedRequest) -> None:
         raise MigrationRefused("unsupported", "a toy engine keeps no ended requests")
 
     async def park(self) -> None:

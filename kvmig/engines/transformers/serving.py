@@ -21,6 +21,7 @@ from kvmig.engines.base import (
     CacheSharing,
     CameBlocks,
     EmittedTokens,
+    EndedRequest,
     EngineLoad,
     Frame,
     Frames,
@@ -253,13 +254,7 @@ class ServingTransformers:
         if self._events is not None:
             self._events.call_soon(self._on_call_done, client, call_id, error, [])
 
-    async def hold_session(
-        self,
-        request_id: str,
-        payload: Frames,
-        output_token_ids: Sequence[int],
-        shared_tokens: int = 0,
-    ) -> None:
+    async def hold_session(self, request_id: str, ended: EndedRequest) -> None:
         raise MigrationRefused(
             "unsupported", "a transformers engine keeps nothing of ended requests"
         )

@@ -26,6 +26,7 @@ from kvmig.engines.base import (
     CacheSharing,
     CameBlocks,
     EmittedTokens,
+    EndedRequest,
     EngineLoad,
     Frames,
     OnCallDone,
@@ -303,19 +304,15 @@ class ServingVllm:
 
     # -- source
 
-    async def hold_session(
-        self,
-        request_id: str,
-        payload: Frames,
-        output_token_ids: Sequence[int],
-        shared_tokens: int = 0,
-    ) -> None:
+    async def hold_session(self, request_id: str, ended: EndedRequest) -> None:
         if self.unmovable:
             raise MigrationRefused("unsupported", self.unmovable)
-        frames = [bytes(frame) for frame in payload]
-        submitted = beginning_of(decode_request(frames), request_id, output_token_ids)
+        frames = [bytes(frame) for frame in ended.payload]
+        submitted = beginning_of(decode_request(frames), request_id, ended.output_token_ids)
         request = await self._builder.hash_request(submitted)
-        tokens = await self._on_engine(lambda: self._prefix_source.hold(request, shared_tokens))
+        tokens = await self._on_engine(
+            lambda: self._prefix_source.hold(request, ended.shared_tokens)
+        )
         # One token more than is held: a prefix cache never has the last one of a prompt.
         submitted.prompt_token_ids = (submitted.prompt_token_ids or [])[: tokens + 1]
         adapter = self._core.adapters.identity(request.lora_request)
