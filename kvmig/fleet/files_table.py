@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 from sqlalchemy import delete, insert, select, update
 
+from kvmig.fleet.audit import AuditedOrder, add_to_audit
 from kvmig.fleet.store import OrderActor
-from kvmig.fleet.tables import FleetDatabase, audit, model_files, upsert
+from kvmig.fleet.tables import FleetDatabase, model_files, upsert
 
 
 class FilesRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,9 +71,5 @@ def order_files(
             else:
                 changed = update(model_files).where(model_files.c.source == row.source)
                 connection.execute(changed.values(pulled=row.pulled, pinned=row.pinned))
-        connection.execute(
-            insert(audit).values(
-                at=now, actor=actor.name, address=actor.address, action=f"files.{action}",
-                object=row.source, before=before, after=after,
-            )
-        )  # fmt: skip
+        order = AuditedOrder(f"files.{action}", row.source, before, after)
+        add_to_audit(connection, order, actor, now)

@@ -8,15 +8,15 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Query
 from pydantic import Field
-from sqlalchemy import insert
 from starlette.responses import Response
 
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import KvmigError
 from kvmig.fleet.api_paths import routes_at
+from kvmig.fleet.audit import AuditedOrder, add_to_audit
 from kvmig.fleet.live_view import LiveView
 from kvmig.fleet.store import OrderActor
-from kvmig.fleet.tables import FleetDatabase, audit
+from kvmig.fleet.tables import FleetDatabase
 
 MOST_STREAMS = 1000
 Body = dict[str, Any]
@@ -74,8 +74,8 @@ def live_api(
 
         async def keep(state: str, why: str = "") -> None:
             after = {"state": state, **({"why": why} if why else {})}
-            about = f"{body.model}/{body.instance}"
-            await stored(keep_order, database, action, about, actor, view.wall(), after)
+            shown = AuditedOrder(action, f"{body.model}/{body.instance}", after=after)
+            await stored(keep_order, database, shown, actor, view.wall())
 
         await keep("ordered")
         try:
@@ -116,20 +116,8 @@ def live_api(
     return api
 
 
-def keep_order(
-    database: FleetDatabase,
-    action: str,
-    about: str,
-    actor: OrderActor,
-    now: float,
-    after: Body,
-) -> None:
-    """Keep a row of the audit of an order about an instance. after: how far it has come. Raises
+def keep_order(database: FleetDatabase, order: AuditedOrder, actor: OrderActor, now: float) -> None:
+    """Keep a row of the audit of an order about an instance: how far it has come. Raises
     StoreError."""
     with database.transaction() as connection:
-        connection.execute(
-            insert(audit).values(
-                at=now, actor=actor.name, address=actor.address, action=action, object=about,
-                before=None, after=after,
-            )
-        )  # fmt: skip
+        add_to_audit(connection, order, actor, now)

@@ -13,12 +13,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import bindparam, delete, exists, insert, select
+from sqlalchemy import bindparam, delete, exists, select
 
 from kvmig.core.clock import monotonic
+from kvmig.fleet.audit import AuditedOrder, add_to_audit
 from kvmig.fleet.pruned import remember
 from kvmig.fleet.store import OrderActor
-from kvmig.fleet.tables import FleetDatabase, StoreError, audit, grants, take_turn, usage
+from kvmig.fleet.tables import FleetDatabase, StoreError, grants, take_turn, usage
 
 AT_ONCE = 2_000
 """Rows of a transaction: others wait for its end."""
@@ -67,13 +68,8 @@ def prune(database: FleetDatabase, before: str, actor: OrderActor | None, now: f
         )
         connection.execute(one, [{"of_source": source, "of_seq": seq} for source, seq in rows])
         if actor is not None:
-            note = {"before": before}
-            connection.execute(
-                insert(audit).values(
-                    at=now, actor=actor.name, address=actor.address, action="usage.prune",
-                    object=before, before=None, after=note,
-                )
-            )  # fmt: skip
+            order = AuditedOrder("usage.prune", before, after={"before": before})
+            add_to_audit(connection, order, actor, now)
     return len(rows)
 
 

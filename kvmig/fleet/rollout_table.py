@@ -9,14 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from sqlalchemy import RowMapping, delete, insert, select, update
+from sqlalchemy import RowMapping, delete, select, update
 from sqlalchemy.engine import Connection
 
 from kvmig.core.errors import ConfigError
+from kvmig.fleet.audit import AuditedOrder, add_to_audit
 from kvmig.fleet.rollout import RolloutPlan, RolloutTerms, begun, need_of
 from kvmig.fleet.setaside import SetAside
 from kvmig.fleet.spec import ModelSpec
-from kvmig.fleet.tables import FleetDatabase, audit, models, revisions, rollouts, upsert
+from kvmig.fleet.tables import FleetDatabase, models, revisions, rollouts, upsert
 from kvmig.sources.source import parse_source
 
 
@@ -109,12 +110,8 @@ def change_rollout(
             raise ConfigError(f"model {name!r:.150} has no roll-out under way")
         after = change(before, now)
         connection.execute(_of(update(rollouts), model_id, before).values(**_columns(after)))
-        connection.execute(
-            insert(audit).values(
-                at=now, actor=actor[0], address=actor[1], action="rollout.change", object=name,
-                before=msgspec.to_builtins(before), after=msgspec.to_builtins(after),
-            )
-        )  # fmt: skip
+        shown = msgspec.to_builtins(before), msgspec.to_builtins(after)
+        add_to_audit(connection, AuditedOrder("rollout.change", name, *shown), actor, now)
         return after
 
 

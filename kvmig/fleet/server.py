@@ -778,10 +778,10 @@ def main(words: Sequence[str]) -> int:
     return run_child(words, form, ServerLaunch, _run, counts=(3,), report=_report)
 
 
-def _run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -> None:
+def _run(launch: ServerLaunch, *descriptors: int) -> None:
     quiet("server")
     try:
-        uvloop.run(run(launch, announced, init, heartbeat))
+        uvloop.run(run(launch, *descriptors))
     except OSError as error:
         raise StartupError(str(error)) from error
 

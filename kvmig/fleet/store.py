@@ -29,6 +29,7 @@ from kvmig.accounts.keys import (
 )
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.account_lists import FoundRows, ListWindow, in_window, with_words
+from kvmig.fleet.audit import AuditedOrder, add_to_audit
 from kvmig.fleet.copies import copy_sqlite
 from kvmig.fleet.limit_changes import changed, check_models, named_of
 from kvmig.fleet.model_rows import (
@@ -645,19 +646,9 @@ class FleetStore:
 
     def _note(self, connection: Connection, actor: OrderActor, change: SpecChange) -> int:
         """The row of the audit that belongs to a change; the version that the change makes."""
-        found = connection.execute(
-            insert(audit).values(
-                at=self._clock(),
-                actor=actor.name,
-                address=actor.address,
-                action=f"{change.kind}.{change.action}",
-                object=change.name,
-                before=change.before,
-                after=change.after,
-            )
-        )
-        assert found.inserted_primary_key is not None
-        return int(found.inserted_primary_key[0])
+        action = f"{change.kind}.{change.action}"
+        order = AuditedOrder(action, change.name, change.before, change.after)
+        return add_to_audit(connection, order, actor, self._clock())
 
     def _checked_pepper(self) -> bytes:
         """The pepper, which must be the one that the database's keys are hashed under."""

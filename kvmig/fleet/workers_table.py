@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
-from sqlalchemy import RowMapping, delete, insert, select
+from sqlalchemy import RowMapping, delete, select
 
+from kvmig.fleet.audit import AuditedOrder, add_to_audit
 from kvmig.fleet.setaside import SetAside
 from kvmig.fleet.store import OrderActor
-from kvmig.fleet.tables import FleetDatabase, audit, upsert, workers
+from kvmig.fleet.tables import FleetDatabase, upsert, workers
 from kvmig.fleet.workers import WorkerWish
 
 
@@ -51,9 +52,5 @@ def order_worker(
             connection.execute(delete(workers).where(workers.c.name == name))
         else:
             upsert(connection, workers, ["name"], [msgspec.to_builtins(after)])
-        connection.execute(
-            insert(audit).values(
-                at=now, actor=actor.name, address=actor.address, action=f"worker.{action}",
-                object=name, before=row, after=wanted,
-            )
-        )  # fmt: skip
+        order = AuditedOrder(f"worker.{action}", name, row, wanted)
+        add_to_audit(connection, order, actor, now)

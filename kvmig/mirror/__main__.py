@@ -22,9 +22,9 @@ def main(words: Sequence[str]) -> int:
     return run_child(words, form, MirrorSettings, _run, counts=(3,))
 
 
-def _run(settings: MirrorSettings, announced: int, listening: int, heartbeat: int) -> None:
+def _run(settings: MirrorSettings, *descriptors: int) -> None:
     quiet("mirror")
-    uvloop.run(run_child_mirror(settings, announced, listening, heartbeat))
+    uvloop.run(run_child_mirror(settings, *descriptors))
 
 
 if __name__ == "__main__":

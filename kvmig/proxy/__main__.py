@@ -23,11 +23,9 @@ def main(words: Sequence[str]) -> int:
     return run_child(words, form, ProxyLaunch, _run, counts=(4, 3))
 
 
-def _run(
-    launch: ProxyLaunch, announced: int, listening: int, heartbeat: int, peers: int | None = None
-) -> None:
+def _run(launch: ProxyLaunch, *descriptors: int) -> None:
     quiet(launch.name)
-    uvloop.run(run(launch, announced, listening, heartbeat, peers))
+    uvloop.run(run(launch, *descriptors))
 
 
 if __name__ == "__main__":
