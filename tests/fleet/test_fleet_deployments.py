@@ -246,15 +246,17 @@ async def test_an_order_of_which_only_the_answer_got_lost_is_found_carried_out(
 
 @pytest.mark.parametrize("before", ["serving", "draining"])
 async def test_a_restart_that_awaits_its_turn_or_was_ordered_before_is_known_without_a_wait(
-    deployment: tuple[Deployment, DeploymentWatcher], monkeypatch: pytest.MonkeyPatch, before: str
+    deployment: Deployment,
+    watched: DeploymentWatcher,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
 ) -> None:
-    made, watched = deployment
     monkeypatch.setattr("kvmig.fleet.deployments.TOLD_S", 2.0)
-    made.detail = "starts again when its turn comes" if before == "serving" else ""
-    made.rows[1] = replace(made.rows[1], state=before)
+    deployment.detail = "starts again when its turn comes" if before == "serving" else ""
+    deployment.rows[1] = replace(deployment.rows[1], state=before)
     await until(lambda: watched.told.data[1:] and watched.told.data[1].state == before)
     await watched.restart(RESTART)
-    assert watched.told.data[1].detail == made.detail
+    assert watched.told.data[1].detail == deployment.detail
 
 
 async def test_of_an_order_that_nobody_carries_out_it_is_known_that_it_never_will_be(
