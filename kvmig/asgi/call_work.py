@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -21,6 +21,8 @@ COUNTED = 100_000
 """Items that are counted one by one; of a list that may have more, the most that it may have."""
 LONGEST_N_JSON = 4096
 """Bytes of a number that is read; a longer one counts as more than any call may have."""
+LONGEST_HEAD = 1 << 16
+"""Bytes of the head of a form's part, at most; parsers take half of that."""
 LONGEST_SESSION_JSON = 12 * LONGEST_SESSION + 2
 """Bytes of a session's id as JSON, each character as two escapes."""
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -209,16 +211,61 @@ def _number(value: Raw) -> int:
     if len(value) > LONGEST_N_JSON:
         return COUNTED
     try:
-        found = msgspec.json.decode(value)
-        if isinstance(found, str):
-            found = float(found)
-        return max(1, int(found)) if isinstance(found, int | float) else 1
-    except (*UNREADABLE, ValueError, OverflowError):
+        return _whole(msgspec.json.decode(value))
+    except UNREADABLE:
         return 1
 
 
-_FORM_N = re.compile(rb'name="?n"?[ \t]*(?:;[^\r\n]*)?\r\n(?:[^\r\n]+\r\n)*\r\n[ \t]*(\d{1,20})')
+def _whole(found: Any) -> int:
+    try:
+        if isinstance(found, str):
+            found = float(found)
+        return max(1, int(found)) if isinstance(found, int | float) else 1
+    except (ValueError, OverflowError):
+        return 1
+
+
+_FIRST_LINE = re.compile(rb"(--[^\r\n]+)\r\n")
+_PADDING = re.compile(rb"[ \t]*\r\n")
+_NAMED_N = re.compile(rb'name[ \t]*=[ \t]*(?:"n"|n)[ \t]*[;\r]')
+"""A part's name, in a head in small letters."""
+_VALUE = re.compile(rb"\s*([^\r\n]*)")
 
 
 def _form_n(body: bytes) -> int:
-    return max((int(one[1]) for one in _FORM_N.finditer(body)), default=1) or 1
+    """The largest `n` in a form. Its parts are found as python-multipart finds them, and each byte
+    is looked at a few times, whatever it is.
+
+    The boundary is that of the first line: with another one the form can't be read.
+    """
+    begin = max(0, body.find(b"-")) if body[:1] in (b"\r", b"\n") else 0
+    line = _FIRST_LINE.match(body, begin)
+    if line is None:
+        return 1
+    delimiter, at, begins, most = b"\r\n" + line[1], line.end(), True, 1
+    for _ in range(COUNTED):
+        if begins:
+            end = body.find(b"\r\n\r\n", at - 2)
+            if end < 0:
+                return most
+            head = body[max(at, end - LONGEST_HEAD) : end + 1].lower()
+            if _NAMED_N.search(head) is not None:
+                most = max(most, _text_number(body, end + 4))
+            at = end + 2
+        at = body.find(delimiter, at)
+        if at < 0:
+            return most
+        at += len(delimiter)
+        padding = _PADDING.match(body, at)
+        begins = padding is not None
+        at = at if padding is None else padding.end()
+    return COUNTED
+
+
+def _text_number(body: bytes, at: int) -> int:
+    """The number that stands there as text."""
+    found = _VALUE.match(body, at)
+    start, end = (at, at) if found is None else found.span(1)
+    if end - start > LONGEST_N_JSON:
+        return COUNTED
+    return _whole(body[start:end].decode(errors="replace"))

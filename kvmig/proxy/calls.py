@@ -25,8 +25,8 @@ from kvmig.proxy.refusals import ProxyRefusal, bad
 
 NAMING = "/models/"
 """Begins a path that names its model."""
-LISTING = re.compile(r"(?:/models/(?P<model>.+?))?/v1/models(?:/(?P<listed>.*))?")
-"""A path of the list of models."""
+LISTING = re.compile(r"(?:/models/(?P<model>.+?))?/v1/models(?:/(?P<listed>.*))?", re.DOTALL)
+"""A path of the list of models. With any character in it, the first match is the whole path."""
 METHODS = tuple(dict.fromkeys(one.method for one in CLIENT_ROUTES))
 LONGEST = max(one.path.count("/") for one in CLIENT_ROUTES)
 """Segments of a route's path, at most."""

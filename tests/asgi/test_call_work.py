@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from python_multipart.multipart import MultipartParser
 from vllm.entrypoints.openai.chat_completion.protocol import (
     BatchChatCompletionRequest,
     ChatCompletionRequest,
@@ -151,6 +153,63 @@ def test_the_field_with_the_prompts_is_named() -> None:
 def test_a_form_names_its_beams() -> None:
     form = b'--x\r\nContent-Disposition: form-data; name="n"\r\n\r\n500\r\n--x--\r\n'
     assert sequences_of(route_of("/v1/audio/transcriptions"), form) == 500
+
+
+def form_of(head: str, value: str, before: str = "", boundary: str = "x") -> bytes:
+    first = 'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\nRIFF'
+    form = f"{before}--{boundary}\r\n{first}\r\n--{boundary}\r\n{head}\r\n\r\n{value}\r\n"
+    return f"{form}--{boundary}--\r\n".encode()
+
+
+FIELD = 'Content-Disposition: form-data; name="n"'
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        form_of(FIELD, "8"),
+        form_of("content-disposition:form-data;NAME = n ;a=b\r\nContent-Type: text/plain", "8"),
+        form_of(f"Content-Type: text/plain\r\nX-Y: z\r\n{FIELD}", "8"),
+        form_of(FIELD, "\r\n\t 8 "),
+        form_of(FIELD, "+8"),
+        form_of(FIELD, "0" * 60 + "8"),
+        form_of(FIELD, "8.0"),
+        form_of(FIELD, "8", before="\r\nnothing "),
+        form_of(FIELD, "8").replace(b"RIFF\r\n--x\r\n", b"RI\r\n--xFF\r\n--x \t\r\n"),
+        form_of(FIELD, "8", boundary="y" * 70),
+    ],
+)
+def test_no_spelling_of_a_forms_n_hides_sequences_from_a_limit(form: bytes) -> None:
+    boundary = form[form.index(b"--") + 2 :].split(b"\r\n")[0]
+    found: list[bytes] = []
+    parser = MultipartParser(boundary, {"on_part_data": lambda d, a, b: found.append(d[a:b])})
+    parser.write(form)
+    parser.finalize()
+    assert int(float(found[-1])) == 8, "so does its parser read it"
+    assert sequences_of(route_of("/v1/audio/transcriptions"), form) == 8
+
+
+def test_a_form_without_an_n_asks_for_one_sequence() -> None:
+    form = form_of('Content-Disposition: form-data; name="language"', "8")
+    assert sequences_of(route_of("/v1/audio/transcriptions"), form) == 1
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        b"name=n\r\n",
+        b"name=n;",
+        b"name=n;\r\n\r\n",
+        b"\r\n--x\r\nname=n\r\n\r\n1",
+        b"\r\n--x ",
+        b"\r",
+    ],
+)
+def test_a_form_takes_time_in_proportion_to_its_size(unit: bytes) -> None:
+    form = b"--x\r\n" + unit * (1_000_000 // len(unit))
+    began = time.process_time()
+    sequences_of(route_of("/v1/audio/transcriptions"), form)
+    assert time.process_time() - began < 2.0
 
 
 @pytest.mark.parametrize("prompt", [b'["",', b"[[],", b'["\\"\\"\\"\\"",'])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvmig.accounts.keys import KeyGrant
 from kvmig.asgi.route_table import CLIENT_ROUTES, ClientRoute
+from kvmig.proxy.calls import asked
 from kvmig.proxy.messages import KeyUpdates, ModelRoute
 from tests.support.proxy_site import Deployment, Got, Site, key, site, streams
 from tests.support.waiting import until
@@ -46,6 +48,15 @@ async def test_a_route_that_is_not_in_the_table_is_404_and_starts_nothing(
     assert door.wanted == []
     assert answer.status_code == 404
     assert error_of(answer)["code"] == "not_found"
+
+
+@pytest.mark.parametrize("unit", ["/v1/models/", "/v1/models", "/models/", "/"])
+def test_a_path_is_read_in_time_in_proportion_to_its_length(unit: str) -> None:
+    path = f"/models/{unit * (60_000 // len(unit))}/v1/models/a\n"
+    began = time.process_time()
+    found = asked("GET", path)
+    assert time.process_time() - began < 0.5
+    assert found.path == "/v1/models"
 
 
 @pytest.mark.parametrize("before", ["", "/models/count"])
