@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from kvmig.frontend.fair_queue import FairQueue
+from kvmig.core.fair_queue import FairQueue
 
 
 class CallableServer(Protocol):

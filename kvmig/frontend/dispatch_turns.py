@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvmig.core.errors import NoInstance
-from kvmig.frontend.fair_queue import FairQueue
+from kvmig.core.fair_queue import FairQueue
 
 QUEUED = 4
 """Requests in an instance's queue, on average, with which no further one goes to any."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from kvmig.frontend.fair_queue import FairQueue
+from kvmig.core.fair_queue import FairQueue
 from kvmig.frontend.media_budget import MediaBudget
 
 PLACES = 4

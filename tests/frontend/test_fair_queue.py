@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import NoInstance
+from kvmig.core.fair_queue import FairQueue
 from kvmig.frontend.dispatch_turns import FRESH, QUEUED, DispatchTurns, QueueLengths
-from kvmig.frontend.fair_queue import FairQueue
 
 
 def test_the_first_of_another_tenant_waits_for_one_request_and_not_for_all() -> None:
