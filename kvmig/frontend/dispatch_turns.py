@@ -32,6 +32,8 @@ class DispatchTurns:
         self._is_fresh = is_fresh
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
         self._fresh: set[str] = set()
+        self._granted = 0
+        """Requests whose turn has come, and that are not sent yet."""
         self._closed = ""
 
     def __len__(self) -> int:
@@ -48,17 +50,18 @@ class DispatchTurns:
                 await turn
             finally:
                 self._waiting.remove_waiting(priority, tenant, turn)
+                if turn.done() and not turn.cancelled() and turn.exception() is None:
+                    self._granted -= 1
         self._fresh.add(request_id)
 
     def grant_turns(self) -> None:
         """Something has changed: let those go whose turn it is."""
-        granted = 0
-        while self._waiting and self._has_room(granted):
+        while self._waiting and self._has_room():
             turn = self._waiting.pop()
             assert turn is not None
             if not turn.done():
                 turn.set_result(None)
-                granted += 1
+                self._granted += 1
 
     def give_up(self, reason: str) -> None:
         """Let no request wait, now or later."""
@@ -67,13 +70,13 @@ class DispatchTurns:
             if not turn.done():
                 turn.set_exception(NoInstance(reason))
 
-    def _has_room(self, granted: int = 0) -> bool:
-        """Whether one more may be sent, besides `granted` that are about to be."""
+    def _has_room(self) -> bool:
+        """Whether one more may be sent, besides those that are about to be."""
         queues = self._queues()
         if not queues.instances:
             return True  # where nobody can run it, it fails at once
         most = FRESH * queues.instances
-        if len(self._fresh) + granted >= most:
+        if len(self._fresh) + self._granted >= most:
             self._fresh = {one for one in self._fresh if self._is_fresh(one)}
         room = queues.waiting < QUEUED * queues.instances
-        return room and len(self._fresh) + granted < most
+        return room and len(self._fresh) + self._granted < most

@@ -134,3 +134,33 @@ async def test_without_an_instance_and_at_the_end_nobody_waits() -> None:
         await task
     with pytest.raises(NoInstance):
         await engines.submit("c", "a")
+
+
+async def test_reports_that_come_at_once_send_no_more_than_there_is_room_for() -> None:
+    engines = Engines(instances=2)
+    tasks = [asyncio.create_task(engines.submit(f"m{n}", "many")) for n in range(200)]
+    await settle()
+    assert len(engines.sent) == 2 * FRESH
+    engines.fresh.clear()  # they have their first tokens
+    engines.turns.grant_turns()
+    engines.turns.grant_turns()
+    await settle()
+    assert len(engines.sent) == 4 * FRESH
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_one_that_leaves_as_its_turn_comes_takes_no_room() -> None:
+    engines = Engines()
+    engines.queues = QueueLengths(1, QUEUED)
+    tasks = [asyncio.create_task(engines.submit(f"m{n}", "a")) for n in range(2 * FRESH)]
+    await settle()
+    engines.queues = QueueLengths(1, 0)
+    engines.turns.grant_turns()
+    for task in tasks[:FRESH]:
+        task.cancel()
+    await settle()
+    engines.turns.grant_turns()
+    await asyncio.gather(*tasks[FRESH:])
+    assert len(engines.sent) == FRESH
