@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -58,6 +59,8 @@ class UsageWriter(Generic[Meter]):
         self.meter = meter
         path.parent.mkdir(parents=True, exist_ok=True)
         self._spool = UsageSpool(path)
+        # One thread: what `run` has begun to write when it is cancelled comes before what is newer.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="usage")
         self._server = server
         self._clock = clock
         self._unwritten: dict[int, UsageRecord] = {}
@@ -92,7 +95,9 @@ class UsageWriter(Generic[Meter]):
         if not records:
             return
         try:
-            await asyncio.to_thread(self._spool.write, records)
+            await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._spool.write, records
+            )
         except OSError as error:
             self._why = str(error)
             if not await self._hand_over(records):
@@ -104,6 +109,12 @@ class UsageWriter(Generic[Meter]):
 
     async def close(self) -> None:
         """Keep all that is left, for which the spool has some room in reserve."""
+        try:
+            await self._write_last()
+        finally:
+            self._thread.shutdown(wait=False)
+
+    async def _write_last(self) -> None:
         await self.write()
         deadline = self._clock() + LAST_S
         while self._unwritten:

@@ -175,3 +175,30 @@ async def test_a_slow_reserve_keeps_no_count_from_being_written(
     finally:
         free.set()
         await cancel_tasks(running)
+
+
+async def test_what_a_cancelled_write_has_begun_with_comes_before_what_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, begun, free, written = UsageSpool.write, threading.Event(), threading.Event(), [0]
+
+    def first_is_slow(self: UsageSpool, records: list[UsageRecord]) -> None:
+        if not begun.is_set():
+            begun.set()
+            free.wait(PATIENCE_S)
+        write(self, records)
+        written[0] += 1
+
+    monkeypatch.setattr(UsageSpool, "write", first_is_slow)
+    writer = writer_in(tmp_path)
+    call = HttpCall("c", "k")
+    writer.meter.enter(call)
+    writing = asyncio.create_task(writer.write())
+    await until(begun.is_set)
+    await cancel_tasks(writing)  # its thread goes on
+    call.end_call()
+    threading.Timer(0.2, free.set).start()
+    await writer.close()
+    await until(lambda: written == [2])
+    (record,) = UsageSpool(tmp_path / "front-1.sqlite").read()
+    assert record.ended is not None
