@@ -224,11 +224,12 @@ class SharedTally:
             self._all.add_running(slot, requests)
 
     def end_requests(self, requests: int) -> None:
-        if self._own_running:
-            self._own.end_requests(requests)
-            self._own_running -= requests
-        elif (slot := self._find()) is not None:
-            self._all.add_running(slot, -requests)
+        own = min(requests, self._own_running)
+        if own:
+            self._own.end_requests(own)
+            self._own_running -= own
+        if requests > own and (slot := self._find()) is not None:
+            self._all.add_running(slot, own - requests)
 
     def note_arrivals(self, arrivals: ArrivalDebt, forget_at: float) -> None:
         slot = self._find()

@@ -182,6 +182,24 @@ def test_more_keys_than_slots_come_and_go(tmp_path: Path) -> None:
     tallies.close()
 
 
+def test_requests_that_came_without_a_slot_and_with_one_end_in_any_order(tmp_path: Path) -> None:
+    clock = Clock()
+    tallies = SharedTallies(tmp_path / "limits", clock)
+    clock.now += 60.0
+    others = [tallies.tally_of(str(number)) for number in range(SLOTS + 2_000)]
+    for one in others:
+        one.enter(1)
+    key = tallies.tally_of("key")
+    key.enter(3)
+    for one in others:
+        one.end_requests(1)
+    key.enter(5)
+    key.end_requests(5)
+    key.end_requests(3)
+    assert key.running() == 0
+    tallies.close()
+
+
 def test_one_proxy_too_many_is_refused(tmp_path: Path) -> None:
     every = [SharedTallies(tmp_path / "limits") for _ in range(SEATS)]
     with pytest.raises(OSError, match="there are 64 proxies already"):
