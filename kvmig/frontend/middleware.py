@@ -148,7 +148,7 @@ class HttpState:
 
     def payer(self, call: HttpCall, headers: MutableHeaders) -> str:
         """The account whose part of the room a call's body takes; empty: unknown."""
-        given = headers.get("authorization", "")
+        _, _, given = headers.get("authorization", "").partition(" ")
         if call.tenant or not self.keyed or not given:
             return call.tenant
         return f"key {hashlib.blake2b(given.encode(), digest_size=8).hexdigest()}"

@@ -11,12 +11,13 @@ from fastapi import FastAPI, Response
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvmig.asgi.call import accepted, current_call, current_call_id
+from kvmig.asgi.call import HttpCall, accepted, current_call, current_call_id
 from kvmig.asgi.priority import PRIORITY, checked_body
 from kvmig.core.priorities import PriorityClass, with_normal
 from kvmig.frontend.probes import probe_routes
@@ -221,6 +222,14 @@ async def test_a_session_counts_for_the_key_of_its_call() -> None:
             await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
     assert payers[0] == payers[1] != payers[2]
     assert all(payers)
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER", "bEarer"])
+def test_a_key_is_one_account_however_its_scheme_is_spelt(scheme: str) -> None:
+    state = behind_middleware(Starlette())
+    state.keyed = True
+    usual, other = (MutableHeaders({"authorization": f"{one} a key"}) for one in ("Bearer", scheme))
+    assert state.payer(HttpCall(), other) == state.payer(HttpCall(), usual) != ""
 
 
 async def test_a_session_of_too_many_characters_is_refused() -> None:
