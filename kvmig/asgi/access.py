@@ -66,7 +66,7 @@ def local_only(bound: str) -> Rule:
 
     def rule(headers: Mapping[str, str]) -> AccessDenied | None:
         # A name that only a browser was told to be this machine's is no name of it (rebinding).
-        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        host = _name_of(headers.get("host", ""))
         proxied = any(name in PROXIED or name.startswith(FORWARDED) for name in headers)
         here = bound.startswith("/") or (is_loopback(bound) and is_loopback(host))
         if proxied or not here:
@@ -109,18 +109,32 @@ class AccessRules:
         has besides the routes of clients (to load adapters, to sleep, to abort by an id, ...) is
         for the operator, where there is a key for one.
         """
-        if method == "OPTIONS" or self.is_for_page(path):
+        if self.is_for_page(path):
             return None
+        if method == "OPTIONS":
+            return self.openai(headers) if _has_body(headers) else None
         if path.startswith(ADMIN) or (self.has_admin_key and is_for_operators(method, path)):
             proxied = self.by_address and version == PROXYS_HTTP
             return CLOSED if proxied else self.admin(headers)
-        if method in ("GET", "HEAD") and not path.startswith(OPENAI):
+        if method in ("GET", "HEAD") and not path.startswith(OPENAI) and not _has_body(headers):
             return None
         return self.openai(headers)
 
     def is_for_page(self, path: str) -> bool:
         """Whether a call is for the page, which looks at the session itself."""
         return self.has_page and is_page(path)
+
+
+def _has_body(headers: Mapping[str, str]) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _name_of(host: str) -> str:
+    """The name in a `Host` header; empty: there is none in it."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def is_page(path: str) -> bool:

@@ -41,6 +41,8 @@ def test_without_keys_the_admin_api_is_closed_where_other_machines_can_call(boun
     [
         {"host": "rebound.example"},
         {"host": "127.0.0.1.example"},
+        {"host": "["},
+        {"host": "a\u2100b"},
         {},
         HERE | {"origin": "http://evil.example"},
         HERE | {"origin": "null"},
@@ -120,6 +122,15 @@ def test_clients_routes_are_for_the_apis_keys(method: str, path: str) -> None:
 @pytest.mark.parametrize(("method", "path"), [*OPERATORS, *CLIENTS])
 def test_without_an_admin_key_the_apis_keys_open_all(method: str, path: str) -> None:
     assert access(["tenant"], "", "0.0.0.0").denied(method, path, TENANT) is None
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+@pytest.mark.parametrize("body", [{"content-length": "9"}, {"transfer-encoding": "chunked"}])
+def test_a_call_with_a_body_needs_a_key_on_every_path(method: str, body: dict[str, str]) -> None:
+    rules = access(["tenant"], "", "0.0.0.0")
+    assert rules.denied(method, "/health", {"content-length": "0"}) is None
+    assert rules.denied(method, "/health", body) is not None
+    assert rules.denied(method, "/health", TENANT | body) is None
 
 
 def test_keys_come_from_vllms_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
