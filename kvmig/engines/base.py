@@ -441,7 +441,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
     """A request that has ended, of which the prefix cache may have blocks still."""
 
     payload: Frames
-    """As it was submitted."""
+    """The request as submitted."""
     output_token_ids: Sequence[int]
     shared_tokens: int = 0
     """The first tokens, which other sessions have, too: their blocks stay cached here."""
