@@ -664,6 +664,9 @@ class VllmDestination:
             before = (computed - 1) // manager.block_size
             manager.req_to_blocks[request_id] = [*[pool.null_block] * before, held[0]]
             manager.num_cached_block[request_id] = before
+            if manager.mamba_cache_mode == "align":
+                # As of a request that runs: workers know its blocks, and only hear of further ones.
+                manager._allocated_block_reqs.add(request_id)
 
     def _limit(self, num_tokens: int) -> int:
         return min(num_tokens + self._tables.spare_tokens, self._scheduler.max_model_len)

@@ -87,6 +87,9 @@ SELDOM = {
     "qwen3-next, asynchronous": Case(
         "qwen3-next", tokens=600, cached=544, async_scheduling=True, stays=STATES, long=660
     ),
+    "qwen3-next, hits of 32 tokens": Case(
+        "qwen3-next", tokens=60, cached=0, stays=STATES, long=660, flags=("--prefix-match-unit=32",)
+    ),
     "nemotron-h": Case("nemotron-h", cached=0, stays=STATES),
     "deepseek-v2": Case("deepseek-v2", cached=192 if AMX else 0, stays="" if AMX else UNCACHED),
     "mamba2": Case("mamba2", cached=0, stays=UNCACHED),
@@ -175,6 +178,27 @@ async def test_a_request_moves_after_the_first_step_of_its_prompt(pair: Pair, ca
     await pair.move(pair.a, pair.b, "moved", steps=0)
 
     assert_same(await pair.finish("moved"), unmoved)
+
+
+async def test_what_a_request_leaves_in_the_cache_after_a_move_is_what_others_read(
+    pair: Pair, case: Case
+) -> None:
+    """Also the state at the end of a prompt, which the request itself goes on from."""
+    await pair.run(pair.a, "first", case.prompt, max_tokens=TOKENS, until=TOKENS)
+    pair.submit(pair.a, "unmoved", case.prompt, max_tokens=TOKENS)
+    unmoved = await pair.finish("unmoved")
+    pair.a.scheduler.reset_prefix_cache()
+    pair.submit(pair.a, "moved", case.prompt, max_tokens=TOKENS)
+    pair.a.step()
+    await pair.settle()
+    await pair.move(pair.a, pair.b, "moved", steps=0)
+    await pair.finish("moved")
+
+    pair.submit(pair.b, "next", case.prompt, max_tokens=TOKENS)
+    after = await pair.finish("next")
+
+    assert after.cached_tokens == unmoved.cached_tokens
+    assert_same(after, unmoved)
 
 
 @pytest.mark.long
