@@ -234,7 +234,7 @@ _VALUE = re.compile(rb"\s*([^\r\n]*)")
 
 def _form_n(body: bytes) -> int:
     """The largest `n` in a form. Its parts are found as python-multipart finds them, and each byte
-    is looked at a few times, whatever it is.
+    is looked at a few times.
 
     The boundary is that of the first line: with another one the form can't be read.
     """

@@ -26,7 +26,7 @@ from kvmig.proxy.refusals import ProxyRefusal, bad
 NAMING = "/models/"
 """Begins a path that names its model."""
 LISTING = re.compile(r"(?:/models/(?P<model>.+?))?/v1/models(?:/(?P<listed>.*))?", re.DOTALL)
-"""A path of the list of models. With any character in it, the first match is the whole path."""
+"""A path of the list of models. Its first match is the whole path, whose characters may be any."""
 METHODS = tuple(dict.fromkeys(one.method for one in CLIENT_ROUTES))
 LONGEST = max(one.path.count("/") for one in CLIENT_ROUTES)
 """Segments of a route's path, at most."""
