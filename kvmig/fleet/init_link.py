@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, StepDown, encode, news_of
+from kvmig.fleet.orders import News, Order, StepDown, encode, news_of
 from kvmig.rpc.unix_packets import QueuedPackets
 
 
@@ -16,10 +16,8 @@ class InitLink:
         """receive: is called with each message of the supervisor, from `listen` on."""
         self._packets = QueuedPackets(
             sock,
-            MESSAGE_BYTES,
-            lambda packet: receive(news_of(packet)),
+            lambda message: receive(news_of(message)),
             lambda: None,  # the other end has gone, and so will this process
-            "an order to the supervisor",
         )
         self._waiting: list[Order] = []
         self.may_order: Callable[[], bool] = lambda: True

@@ -1,5 +1,5 @@
-"""The messages of the server and the supervisor, over a pair of sockets (msgpack, one per
-packet)."""
+"""The messages of the server and the supervisor, over a pair of sockets (msgpack, see
+`kvmig.rpc.unix_packets`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import msgspec
 
 from kvmig.core.shown_secrets import shown_text
 
-MESSAGE_BYTES = 1 << 20
 Program = Literal["serve", "unit", "command"]
 """What a deployment runs: a `kvmig.serve`, the agent of a unit (`kvmig.sharing`), or another
 engine's servers (`kvmig.command`)."""

@@ -31,7 +31,6 @@ from kvmig.core.killed import await_killed
 from kvmig.core.model_sizes import sizes_in
 from kvmig.core.order_fence import OrderFence, OrderToken
 from kvmig.fleet.orders import (
-    MESSAGE_BYTES,
     CheckFlags,
     DeployedProgram,
     DeployedPrograms,
@@ -62,7 +61,7 @@ from kvmig.process.fork_server import (
 )
 from kvmig.process.hidden_words import start_of
 from kvmig.process.kept_child import KeptChild
-from kvmig.process.sockets import WAITING_CLIENTS, raise_open_files, take_long, take_port
+from kvmig.process.sockets import WAITING_CLIENTS, raise_open_files, take_port
 from kvmig.process.supervisor import (
     ChildProcess,
     HeartbeatPipe,
@@ -395,16 +394,12 @@ class FleetSupervisor:
 
     async def _begin_server(self, heartbeat: int) -> ChildProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for one in (ours, theirs):
-            take_long(one)
         self._forget_server()
         with theirs:
             spawn = partial(self._fork, SERVER, (theirs.fileno(), heartbeat))
             launch = ServerLaunch(self._settings, tuple(self._deployments), self._door())
             child = await ChildProcess.start("the server", spawn, launch)
-        self._server = QueuedPackets(
-            ours, MESSAGE_BYTES, self._hear, self._forget_server, "news for the server"
-        )
+        self._server = QueuedPackets(ours, self._hear, self._forget_server)
         self._server.listen()
         self._tell(running(self._deployments.values()))
         return child
@@ -647,27 +642,26 @@ class FleetSupervisor:
 
     async def _check(self, check: CheckFlags) -> None:
         """Read a deployment's flags as it would, in a process like its own."""
-        with tempfile.TemporaryFile() as said:
-            environment = environment_of(self._settings)
-            process: ProcessPort | None = None
-            sizes = ""
-            standard = said.fileno(), said.fileno(), said.fileno()
-            try:
-                process = await self._checker(check, environment, standard)
+        process: ProcessPort | None = None
+        sizes = ""
+        try:
+            with tempfile.TemporaryFile() as said:
+                standard = said.fileno(), said.fileno(), said.fileno()
+                process = await self._checker(check, environment_of(self._settings), standard)
                 async with asyncio.timeout(CHECK_S):
                     code = await process.wait()
-            except (OSError, StartupError) as error:  # a TimeoutError too
-                wrong = f"the flags can't be checked: {str(error) or 'it takes too long'}"
-            except Exception as error:  # the server would wait for what was found
-                log.exception("the flags of a model can't be checked")
-                wrong = f"the flags can't be checked: {error!r}"
-            else:
                 said.seek(0)
                 lines = said.read().decode(errors="replace").splitlines()
-                wrong = (last_of(lines) or how_it_ended(code)) if code else ""
-                sizes = "" if wrong else sizes_in(lines)
-            finally:
-                kill_group(process)  # its stdin is no pipe that ends
+        except (OSError, StartupError) as error:  # a TimeoutError too
+            wrong = f"the flags can't be checked: {str(error) or 'it takes too long'}"
+        except Exception as error:  # the server would wait for what was found
+            log.exception("the flags of a model can't be checked")
+            wrong = f"the flags can't be checked: {error!r}"
+        else:
+            wrong = (last_of(lines) or how_it_ended(code)) if code else ""
+            sizes = "" if wrong else sizes_in(lines)
+        finally:
+            kill_group(process)  # its stdin is no pipe that ends
         self._tell(FlagsChecked(check.check, wrong, sizes))
 
     async def _end_deployment(self, deployment: RunningDeployment, kill: bool) -> None:

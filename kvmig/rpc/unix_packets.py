@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 from collections import deque
@@ -15,6 +14,13 @@ from typing import Self
 
 from kvmig.core.errors import TransportError
 from kvmig.rpc.unix_peer import credentials, is_own_user
+
+PACKET_BYTES = 1 << 16
+"""Most bytes of a packet with a message, or with a piece of a longer one: any Linux lets it
+through, however its sockets are set up."""
+MORE, LAST = b"\xc1\x01", b"\xc1\x00"
+"""Beginnings of packets with a piece: of one that is not a message's last, and of the last. No
+message begins so: msgpack has no use for the first byte."""
 
 log = logging.getLogger(__name__)
 
@@ -92,40 +98,42 @@ class UnixPackets:
             self._reading.set_result(None)
 
 
+def packets_of(message: bytes) -> list[bytes]:
+    """The packets in which a message is sent; a short one is a packet as it is."""
+    if len(message) <= PACKET_BYTES:
+        return [message]
+    size = PACKET_BYTES - len(MORE)
+    *first, last = (message[at : at + size] for at in range(0, len(message), size))
+    return [*(MORE + one for one in first), LAST + last]
+
+
 class QueuedPackets:
-    """One connection whose packets wait for the other side. From the loop's thread; to be closed.
+    """One connection whose messages, of any length, wait for the other side. From the loop's
+    thread; to be closed.
 
     All are sent in order, and none is lost as long as the other side lives.
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        most_bytes: int,
-        take: Callable[[bytes], None],
-        gone: Callable[[], None],
-        name: str,
+        self, sock: socket.socket, take: Callable[[bytes], None], gone: Callable[[], None]
     ) -> None:
-        """sock: of packets, connected. most_bytes: of one that comes. take: each packet that comes.
-
-        gone: is called when the other side has gone, and may close this. name: of a packet that is
-        sent, for the log.
-        """
+        """sock: of packets, connected. take: each message that comes. gone: is called when the
+        other side has gone, and may close this."""
         sock.setblocking(False)
         self._sock = sock
-        self._most_bytes = most_bytes
         self._take = take
         self._gone = gone
-        self._name = name
         self._unsent: deque[bytes] = deque()
+        self._begun: list[bytes] = []
+        """Pieces of a message whose last one has not come."""
 
     def listen(self) -> None:
         """Take what has come and will come."""
         asyncio.get_running_loop().add_reader(self._sock, self._read)
 
-    def send(self, packet: bytes) -> None:
-        """Send a packet, now or as soon as the other side has room."""
-        self._unsent.append(packet)
+    def send(self, message: bytes) -> None:
+        """Send a message, now or as soon as the other side has room."""
+        self._unsent.extend(packets_of(message))
         self._flush()
 
     def close(self) -> None:
@@ -144,22 +152,26 @@ class QueuedPackets:
             except BlockingIOError:
                 loop.add_writer(self._sock, self._flush)
                 return
-            except OSError as error:
-                if error.errno != errno.EMSGSIZE:
-                    self._unsent.clear()
-                    self._gone()
-                    return
-                log.error("%s is too long, and is lost", self._name)
+            except OSError:
+                self._unsent.clear()
+                self._gone()
+                return
             self._unsent.popleft()
 
     def _read(self) -> None:
         try:
-            packet = self._sock.recv(self._most_bytes)
+            packet = self._sock.recv(PACKET_BYTES)
         except BlockingIOError:
             return
         except OSError:
             packet = b""
-        if packet:
+        if packet.startswith(MORE):
+            self._begun.append(packet.removeprefix(MORE))
+        elif packet.startswith(LAST):
+            message = b"".join((*self._begun, packet.removeprefix(LAST)))
+            self._begun.clear()
+            self._take(message)
+        elif packet:
             self._take(packet)
         else:
             asyncio.get_running_loop().remove_reader(self._sock)

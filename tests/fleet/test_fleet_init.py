@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from kvmig.fleet.orders import (
     CheckFlags,
     DeployedProgram,
     DeployedPrograms,
+    FlagsChecked,
     StartDeployment,
     StepDown,
     StopDeployment,
@@ -64,6 +67,22 @@ async def test_a_check_of_flags_that_does_not_end_is_ended(
         await asyncio.wait([checking])
         async with asyncio.timeout(10):
             assert await hangs[0].wait() == -signal.SIGKILL
+
+
+async def test_a_check_of_flags_that_finds_no_place_for_what_is_said_ends_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server would wait for minutes, and would not know why."""
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with socket.socket() as sock:
+        one = OwnSupervisor(FleetSettings(data=str(tmp_path)), sock)
+        await one.check(CheckFlags("c", "toy", ()))
+    why = "the flags can't be checked: [Errno 28] No space left on device"
+    assert one.news == [FlagsChecked("c", why)]
 
 
 def test_the_next_server_hears_of_a_deployment_that_is_just_being_forked() -> None:

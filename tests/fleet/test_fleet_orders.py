@@ -1,8 +1,7 @@
-"""Orders to init that are long: a model with many adapters."""
+"""Orders to init and its news, however long they are: a model with many adapters, many models."""
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import resource
 import socket
@@ -12,23 +11,24 @@ import pytest
 
 from kvmig.fleet.init_link import InitLink
 from kvmig.fleet.orders import (
-    MESSAGE_BYTES,
+    DeployedProgram,
+    DeployedPrograms,
     LoadEngine,
     News,
     Order,
     StartDeployment,
     StepDown,
+    encode,
     order_of,
 )
 from kvmig.process.fork_server import _ready
-from kvmig.process.sockets import take_long
+from kvmig.rpc.unix_packets import PACKET_BYTES, QueuedPackets
+from tests.support.waiting import until
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for one in (ours, theirs):
-        take_long(one)
     with ours, theirs:
         yield ours, theirs
 
@@ -39,15 +39,13 @@ def unheard(_: News) -> None:
 
 async def heard(link: InitLink, init: socket.socket, orders: list[Order]) -> list[Order]:
     """What comes of orders until one for an engine's libraries."""
-    init.setblocking(False)
-    for one in orders:
-        link.order(one)
-    link.order(LoadEngine("toy"))
     found: list[Order] = []
-    async with asyncio.timeout(10):
-        while not found or found[-1] != LoadEngine("toy"):
-            message = await asyncio.get_running_loop().sock_recv(init, MESSAGE_BYTES)
-            found.append(order_of(message))
+    other = QueuedPackets(init, lambda message: found.append(order_of(message)), lambda: None)
+    other.listen()
+    for one in (*orders, LoadEngine("toy")):
+        link.order(one)
+    await until(lambda: found and found[-1] == LoadEngine("toy"))
+    other.close()
     return found[:-1]
 
 
@@ -59,12 +57,32 @@ async def test_a_model_with_many_adapters_starts(
     assert await heard(InitLink(ends[0], unheard), ends[1], [start]) == [start]
 
 
-async def test_an_order_that_is_too_long_takes_no_other_one_with_it(
-    ends: tuple[socket.socket, socket.socket],
+@pytest.mark.parametrize("size", [PACKET_BYTES - 100, PACKET_BYTES, 2 * PACKET_BYTES, 8_000_000])
+async def test_an_order_of_any_length_comes_whole_and_in_its_turn(
+    ends: tuple[socket.socket, socket.socket], size: int
 ) -> None:
     short = StartDeployment("d2", "vllm", (), "", "")
-    long = StartDeployment("d1", "vllm", ("x" * 8_000_000,), "", "")
-    assert await heard(InitLink(ends[0], unheard), ends[1], [long, short]) == [short]
+    long = StartDeployment("d1", "vllm", ("x" * size,), "", "")
+    given: list[Order] = [short, long, short]
+    assert await heard(InitLink(ends[0], unheard), ends[1], given) == given
+
+
+async def test_a_server_learns_of_all_that_runs_however_much_that_is(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """It would never decide anything, as long as it does not know."""
+    news: list[News] = []
+    link = InitLink(ends[0], news.append)
+    link.listen()
+    notes = (f"{at:08}" * 1_000 for at in range(400))
+    told = DeployedPrograms(tuple(DeployedProgram(note[:8], "vllm", note, 7) for note in notes))
+    init = QueuedPackets(ends[1], lambda _: None, lambda: None)
+    init.send(encode(told))
+    init.send(encode(DeployedPrograms(())))
+    await until(lambda: len(news) == 2)
+    assert news == [told, DeployedPrograms(())]
+    link.close()
+    init.close()
 
 
 def test_a_fork_server_hears_clients_whose_files_have_high_numbers() -> None:
@@ -89,10 +107,10 @@ async def test_orders_wait_until_it_is_known_that_their_server_leads(
     for engine in ("one", "two"):
         link.order(LoadEngine(engine))
     with pytest.raises(BlockingIOError):
-        init.recv(MESSAGE_BYTES)
+        init.recv(PACKET_BYTES)
     leads = True
     link.give_orders()
-    assert [order_of(init.recv(MESSAGE_BYTES)) for _ in range(2)] == [
+    assert [order_of(init.recv(PACKET_BYTES)) for _ in range(2)] == [
         LoadEngine("one"),
         LoadEngine("two"),
     ]
@@ -101,7 +119,7 @@ async def test_orders_wait_until_it_is_known_that_their_server_leads(
     link.step_down(StepDown("b:/data", leads=6))
     leads = True
     link.give_orders()
-    assert order_of(init.recv(MESSAGE_BYTES)) == StepDown("b:/data", leads=6)
+    assert order_of(init.recv(PACKET_BYTES)) == StepDown("b:/data", leads=6)
     with pytest.raises(BlockingIOError):
-        init.recv(MESSAGE_BYTES)
+        init.recv(PACKET_BYTES)
     link.close()

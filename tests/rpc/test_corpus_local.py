@@ -17,7 +17,7 @@ from kvmig.accounts.allowances import TokenGrant, TokenRequest
 from kvmig.accounts.usage import HAND_OVER, HandOver
 from kvmig.asgi.call import HttpCall
 from kvmig.fleet.init_link import InitLink
-from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, encode, news_of, order_of
+from kvmig.fleet.orders import News, Order, encode, news_of, order_of
 from kvmig.fleet.quotas import QuotaSocket
 from kvmig.frontend.meter import UsageMeter
 from kvmig.frontend.quotas import QuotaClient
@@ -32,7 +32,7 @@ from kvmig.proxy.messages import (
     ProxyHello,
     ProxyMetrics,
 )
-from kvmig.rpc.unix_packets import UnixPackets
+from kvmig.rpc.unix_packets import PACKET_BYTES, UnixPackets
 from kvmig.sharing.messages import MOST_BYTES, ToAgent, ToMember, to_agent, to_member
 from scripts.corpus import CORPUS, PROTOCOLS, example, local_messages, name_of
 from tests.support.waiting import until
@@ -170,7 +170,7 @@ async def test_the_server_and_init_send_and_read_what_was_recorded(
     init = ends[1]
     for kind in get_args(Order):
         link.order(example(kind))
-        data = init.recv(MESSAGE_BYTES)
+        data = init.recv(PACKET_BYTES)
         assert (data, order_of(data)) == (record_of("fleet-orders", kind), example(kind))
     async with asyncio.timeout(PATIENCE_S):
         for kind in get_args(News):
