@@ -43,9 +43,14 @@ def read_pepper(path: Path, *, make: bool) -> bytes:
 
 
 def keep_key(path: Path, key: str) -> None:
-    """Write the first admin's key where only this user reads it."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(f"{key}\n")
+    """Write the first admin's key where only this user reads it. Raises StoreError."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(f"{key}\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StoreError(f"{path} can't be written: {error}") from error
 
 
 def kept_pepper(connection: Connection) -> bytes | None:

@@ -119,6 +119,8 @@ DONE_S = 2.0
 """Pause before it is stored again that a roll-out is done, which could not be stored."""
 JUDGE_S = 1.0
 """Pause between two looks at the calls of models that roll out."""
+API_END_S = 5
+"""Time for calls of the API to end where the server does. A check of flags may take minutes."""
 SWEEP_S = 60.0
 """Pause between two looks for tokens that were granted to calls that have ended."""
 
@@ -273,9 +275,9 @@ class FleetServer:
         stored = self._backend.stored
         await self._lead()
         await self._watch.look_first()
-        if (key := await stored(self._store.first_admin_key)) is not None:
-            keep_key(self._settings.path("admin-key"), key)
-            say(f"the first admin's key is in {self._settings.path('admin-key')}")
+        path = self._settings.path("admin-key")
+        if await stored(self._store.first_admin_key, partial(keep_key, path)) is not None:
+            say(f"the first admin's key is in {path}")
         self._keys = KeyIndex(self._store.pepper)
         await self._backend.workers.recall()
         await self._files.start()
@@ -363,6 +365,7 @@ class FleetServer:
     async def _serve(self, sock: socket.socket) -> None:
         app = make_app(self._backend)
         config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False)
+        config.timeout_graceful_shutdown = API_END_S
         self._http = WithoutSignals(config)
         self._serving = asyncio.create_task(self._http.serve([sock]), name="http")
         while not self._http.started:

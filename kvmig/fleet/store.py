@@ -556,14 +556,17 @@ class FleetStore:
             self._end_key(connection, old, actor)
             return _key(connection, prefix)
 
-    def first_admin_key(self) -> str | None:
-        """Create the user `admin` and a key, shown once, if there is no user yet."""
+    def first_admin_key(self, keep: Callable[[str], object] = lambda key: None) -> str | None:
+        """Create the user `admin` and a key, shown once, if there is no user yet. keep: writes the
+        key down before it is valid: where that raises, nothing is created."""
         actor = OrderActor("first start")
         with self.database.transaction() as connection:
             if connection.execute(select(users.c.id).limit(1)).first() is not None:
                 return None
             owner = self._add_user(connection, "admin", "admin", actor)
-            return self._add_key(connection, owner, "first", ADMIN_TERMS, actor)[1]
+            shown = self._add_key(connection, owner, "first", ADMIN_TERMS, actor)[1]
+            keep(shown)
+            return shown
 
     def key_changes(self, since: int = 0) -> KeyChanges:
         """What has happened to keys since a version; since 0: all of them."""

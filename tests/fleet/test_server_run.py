@@ -1,4 +1,4 @@
-"""The server's process: when it says that it serves."""
+"""The server's process: when it says that it serves, its first start, and its end."""
 
 from __future__ import annotations
 
@@ -6,13 +6,47 @@ import asyncio
 import gc
 import os
 import socket
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
-from kvmig.core.errors import StartupError
+from kvmig.core.errors import KvmigError, StartupError
 from kvmig.fleet import server
-from kvmig.fleet.settings import FleetSettings, ServerLaunch
+from kvmig.fleet.orders import CheckFlags, Order, order_of
+from kvmig.fleet.server import FleetServer
+from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def settings() -> Iterator[FleetSettings]:
+    with tempfile.TemporaryDirectory(prefix="kvmig-", dir="/tmp") as folder:
+        made = FleetSettings(data=f"{folder}/data")
+        make_folders(made)
+        yield made
+
+
+@asynccontextmanager
+async def started(settings: FleetSettings) -> AsyncIterator[list[Order]]:
+    """A server, which ends within seconds: what it orders of an init that carries nothing out."""
+    orders: list[Order] = []
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    loop = asyncio.get_running_loop()
+    with ours:
+        loop.add_reader(ours, lambda: orders.append(order_of(ours.recv(1 << 20))))
+        made = FleetServer(ServerLaunch(settings), theirs)
+        try:
+            await made.start()
+            yield orders
+        finally:
+            loop.remove_reader(ours)
+            async with asyncio.timeout(20):
+                await made.close()
 
 
 class DeposedServer:
@@ -52,3 +86,34 @@ async def test_a_server_that_lost_the_lead_while_it_started_does_not_say_that_it
         said = os.read(hears, 1000)
         os.close(hears)
     assert said == b""
+
+
+async def test_a_call_that_waits_for_an_engine_keeps_no_server_from_its_end(
+    settings: FleetSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host would take over, and a fleet end, only minutes later."""
+    monkeypatch.setattr(server, "API_END_S", 1, raising=False)
+    transport = httpx.AsyncHTTPTransport(uds=str(settings.api), verify=False)
+    spec = {"name": "a", "source": f"path:{settings.data}", "engine": "toy"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as http:
+        async with started(settings) as orders:
+            adding = asyncio.create_task(http.post("/kvmig/v2/models", json=spec))
+            await until(lambda: any(isinstance(order, CheckFlags) for order in orders))
+        with pytest.raises(httpx.TransportError):
+            await adding
+
+
+async def test_the_first_admins_key_is_made_again_where_it_could_not_be_written_down(
+    settings: FleetSettings,
+) -> None:
+    """As on a full disk: nobody would ever know it."""
+    path = settings.path("admin-key")
+    path.mkdir()
+    with pytest.raises((OSError, KvmigError), match="admin-key"):
+        async with started(settings):
+            pass
+    path.rmdir()
+    async with started(settings):
+        pass
+    assert path.read_text().startswith("kv-")
+    assert path.stat().st_mode & 0o777 == 0o600
