@@ -377,7 +377,8 @@ def set_model(
 ) -> None:
     """Change a model. New flags and a new source roll out while it serves."""
     client = where.client()
-    spec = client.get(f"models/{path_part(name)}")["spec"]
+    before = client.get(f"models/{path_part(name)}")
+    spec = before["spec"]
     if flags is not None:
         spec["flags"] = words_of_flags(flags)
     if source is not None:
@@ -387,8 +388,12 @@ def set_model(
     if zero_after is not None:
         spec["instances"]["zero_after_s"] = zero_after
     with patience(CHECKING):
-        rollout = rollout_body(canary, hold, deadline)
-        answer = client.post("apply", {"fleet": {"models": [spec]}, "rollout": rollout})
+        body = {
+            "fleet": {"models": [spec]},
+            "rollout": rollout_body(canary, hold, deadline),
+            "based_on": {before["name"]: before["revision"]},  # else it undoes what comes meanwhile
+        }
+        answer = client.post("apply", body)
     show_rows(client.get(f"models/{path_part(name)}"), as_json)
     say_what_waits(answer, as_json)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -14,6 +15,7 @@ from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.clock import TimeSource
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.api_paths import routes_at
+from kvmig.fleet.based_on import order_based_on
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.flag_rolls import start_of_instance
 from kvmig.fleet.managed_model import ManagedModel
@@ -220,7 +222,7 @@ def rollout_api(backend: RolloutBackend, caller: Any, wall: TimeSource) -> APIRo
         """Pause a roll-out, resume it, take its next step at once, or go back.
 
         `undo` makes a new revision that is started as an earlier one was. 409 for `promote` while
-        the new deployment doesn't serve.
+        the new deployment doesn't serve, and for `undo` of a model that is changed meanwhile.
         """
         row = await backend.row(name)
         if body.action == "undo":
@@ -232,7 +234,8 @@ def rollout_api(backend: RolloutBackend, caller: Any, wall: TimeSource) -> APIRo
             await backend.checked([spec])
             with models.rollouts.order([name], terms) as terms:
                 await asyncio.sleep(0)  # as below
-                await backend.stored(store.apply, FleetFile((spec,)), actor, terms=terms)
+                back = partial(store.apply, FleetFile((spec,)), actor, terms=terms)
+                await backend.stored(order_based_on, store, {name: row.revision}, back)
                 await backend.changed()
         else:
             going, beside = models.rollouts.plan(name), models.rollouts.beside(name)

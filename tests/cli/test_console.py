@@ -345,6 +345,25 @@ def test_a_models_flags_are_changed(kvmig: Kvmig) -> None:
     assert (row["spec"]["instances"]["zero_after_s"], row["revision"]) == (7, 2)
 
 
+def test_a_change_is_refused_that_would_undo_what_came_while_its_flags_were_checked(
+    kvmig: Kvmig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kvmig.add_model()
+    post = FleetClient.post
+
+    def post_late(client: FleetClient, path: str, body: Any = None) -> Any:
+        if path == "apply":
+            kvmig("model", "scale", "qwen", "--min", "0", "--max", "4")
+        return post(client, path, body)
+
+    monkeypatch.setattr(FleetClient, "post", post_late)
+    said = kvmig.refused("model", "set", "qwen", "--zero-after", "60")
+    assert "has revision 2 by" in said
+    assert "this order was made from revision 1: instances" in said
+    (row,) = kvmig.json("model", "ls")
+    assert row["spec"]["instances"]["max"] == 4
+
+
 def test_why_a_model_failed_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {
         "name": "count", "state": "failed", "serving": 0, "running": 0, "held": 0, "revision": 1,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvmig.fleet.spec import ModelSpec
 from tests.support.fleet_api import Api, said
 from tests.support.fleet_stores import Place
 
@@ -68,3 +69,25 @@ async def test_going_back_makes_a_revision_as_the_one_before_with_what_else_was_
     status, told = said(await order(api, "undo", revision=1))
     assert (status, told) == (400, "model a/b is as that revision already")
     assert said(await order(api, "undo", revision=9))[0] == 400
+
+
+async def test_going_back_is_refused_where_it_would_undo_what_came_while_flags_were_checked(
+    api: Api,
+) -> None:
+    assert (await change(api, "--seed 1"))[0] == 200
+    check = api.backend.check
+
+    async def check_long(spec: ModelSpec, sizes: bool) -> None:
+        await check(spec, sizes)
+        api.backend.check = check
+        await api.ask("POST", "models/a/b/scale", {"min": 0, "max": 3})
+
+    api.backend.check = check_long
+    status, told = said(await order(api, "undo"))
+    assert status == 409
+    assert "has revision 3 by" in told
+    assert "this order was made from revision 2: instances" in told
+    assert (await api.backend.row("a/b")).spec.instances.max == 3
+    assert (await order(api, "undo"))[0] == 200
+    row = await api.backend.row("a/b")
+    assert (row.spec.flags, row.spec.instances.max) == ((), 3)
