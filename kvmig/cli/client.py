@@ -44,7 +44,7 @@ class FleetClient:
     def __init__(self, socket: str, url: str = "", key: str = "", certificate: str = "") -> None:
         """key: an admin's, for a fleet elsewhere. certificate: file of the one that the URL's
         server must have; empty: one that this host trusts. Raises ConfigError."""
-        url, key = url or os.environ.get(URL, ""), key or os.environ.get(KEY, "")
+        url, key = url or os.environ.get(URL, ""), check_key(key or os.environ.get(KEY, ""))
         self.where = check_url(url) or socket
         self._lacks_key = bool(url) and not key
         self._folder = None if url else Path(socket).parent
@@ -102,7 +102,7 @@ class FleetClient:
         wait = httpx.Timeout(TIMEOUT_S, read=SILENCE_S)
         try:
             with self._http.stream("POST", path, json=body, timeout=wait) as answer:
-                if answer.is_error:
+                if not answer.is_success:
                     answer.read()
                     raise CallFailure(self.refusal(answer), answer.status_code)
                 yield from answer.iter_lines()
@@ -124,23 +124,39 @@ class FleetClient:
             raise CallFailure(
                 f"no fleet answers at {self.where} ({error}); {self._advice}"
             ) from error
-        if answer.is_error:
+        if not answer.is_success:
             raise CallFailure(self.refusal(answer), answer.status_code)
-        return answer.json()
+        try:
+            return answer.json()
+        except ValueError as error:
+            kind = answer.headers.get("content-type", "no type")
+            raise CallFailure(
+                f"{self.where} is no fleet: it answers with {kind!r:.100} in place of JSON"
+            ) from error
 
     def refusal(self, answer: httpx.Response) -> str:
         """Why the server refuses a call."""
         if answer.status_code == HTTPStatus.UNAUTHORIZED and self._lacks_key:
             return f"{self.where} requires a key: give --key, or set {KEY}"
+        if answer.has_redirect_location:
+            there = shown_url(answer.headers["location"])
+            return f"{self.where} leads to {there!r:.200}: give the fleet's own address as --url"
         return sentence_of(answer)
 
 
 def path_part(name: str, safe: str = "/") -> str:
     """A name as it stands in a path of the API. safe: what is left as it is. Raises ConfigError for
     a name that would stand for what is around it."""
+    if {".", ".."} & set(check_given(name).split("/")):
+        raise ConfigError(f"a name is {name!r:.150}, which is none of the fleet's")
+    return quote(name, safe=safe)
+
+
+def check_given(name: str) -> str:
+    """Return a name unchanged, or a source that is given as one. Raises ConfigError for none."""
     if name in ("", ".", ".."):
         raise ConfigError(f"a name is {name!r}, which names nothing")
-    return quote(name, safe=safe)
+    return name
 
 
 def only_certificate(path: str) -> ssl.SSLContext:
@@ -162,8 +178,13 @@ def only_certificate(path: str) -> ssl.SSLContext:
 
 def check_url(url: str) -> str:
     """Return a proxy's URL unchanged. Raises ConfigError for anything else."""
-    parts, shown = urlsplit(url), shown_url(url)
-    if url and (parts.scheme not in ("http", "https") or not parts.netloc):
+    shown = shown_url(url)
+    try:
+        parts = urlsplit(url)
+        sound = not url or (parts.scheme in ("http", "https") and bool(httpx.URL(url).host))
+    except (ValueError, httpx.InvalidURL):
+        sound = False
+    if not sound:
         raise ConfigError(f"--url is {shown!r:.200}, must be of the form http://HOST:PORT")
     if parts.path.startswith(APIS):
         door = shown_url(f"{parts.scheme}://{parts.netloc}")
@@ -171,6 +192,13 @@ def check_url(url: str) -> str:
             f"--url is {shown!r:.200}, must be the fleet's address without a path: {door}"
         )
     return url
+
+
+def check_key(key: str) -> str:
+    """Return a key unchanged, which is in no error. Raises ConfigError for what no header takes."""
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("--key has characters that are in no key: copy it again")
+    return key
 
 
 def holder_of(folder: Path) -> str:

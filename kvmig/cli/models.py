@@ -12,7 +12,7 @@ from urllib.parse import quote
 import msgspec
 import typer
 
-from kvmig.cli.client import path_part
+from kvmig.cli.client import check_given, path_part
 from kvmig.cli.common import (
     Json,
     done,
@@ -338,8 +338,7 @@ def evaluate_model(
 ) -> None:
     """Say in bytes whether and where a model fits, before it starts."""
     client = where.client()
-    spec: dict[str, Any] = {"name": name, "engine": engine, "flags": []}
-    path_part(name)
+    spec: dict[str, Any] = {"name": check_given(name), "engine": engine, "flags": []}
     if source:
         spec["source"] = typed_source(source)
     else:

@@ -435,6 +435,54 @@ def test_a_url_with_a_path_too_much_is_refused(url: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["door", "ftp://door", "http://", "http://:8080", "http://[door", "http://door:port",
+     "http://door:99999", "http://do\x07or"],
+)  # fmt: skip
+def test_a_url_that_is_none_is_refused_in_one_sentence(url: str) -> None:
+    done = CliRunner().invoke(console.app, ["--url", url, "status"])
+    said = f"kvmig: --url is {url!r}, must be of the form http://HOST:PORT\n"
+    assert (done.exit_code, done.output) == (2, said)
+
+
+@pytest.mark.parametrize("key", ["kv\u2011abc", "kv-a\nb"])
+def test_a_key_that_no_header_takes_is_refused_and_not_shown(key: str) -> None:
+    done = CliRunner().invoke(console.app, ["--url", "http://door", "--key", key, "status"])
+    said = "kvmig: --key has characters that are in no key: copy it again\n"
+    assert (done.exit_code, done.output) == (2, said)
+
+
+def asked_at(
+    monkeypatch: pytest.MonkeyPatch, answer: httpx.Response, *words: str
+) -> tuple[int, str]:
+    """Exit code and output of a command whose server answers so."""
+    http = httpx.Client(base_url="http://door", transport=httpx.MockTransport(lambda _: answer))
+    monkeypatch.setattr(httpx, "Client", lambda **_: http)
+    done = CliRunner().invoke(console.app, ["--url", "http://door", "--key", "kv-x", *words])
+    return done.exit_code, done.output
+
+
+def test_a_door_of_another_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = httpx.Response(200, html="<p>hi</p>")
+    status, said = asked_at(monkeypatch, page, "model", "ls")
+    kind = "'text/html; charset=utf-8'"
+    sentence = f"kvmig: http://door is no fleet: it answers with {kind} in place of JSON\n"
+    assert (status, said) == (1, sentence)
+
+
+@pytest.mark.parametrize("words", [("model", "ls"), ("chat", "qwen", "hi")])
+def test_a_door_that_leads_elsewhere_is_named(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """A chat would end without an answer, as if all were well."""
+    moved = httpx.Response(301, headers={"location": "https://door/?token=x"})
+    status, said = asked_at(monkeypatch, moved, *words)
+    there = "'https://door/?token=***'"
+    sentence = f"http://door leads to {there}: give the fleet's own address as --url"
+    assert (status, said) == (1, f"kvmig: {sentence}\n")
+
+
 def test_a_door_that_wants_a_key_says_how_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = httpx.MockTransport(lambda _: httpx.Response(401, json={"error": {"message": "no"}}))
     http = httpx.Client(base_url="http://door", transport=refusing)
@@ -835,6 +883,17 @@ def test_flags_with_an_open_quote_are_named(kvmig: Kvmig, words: tuple[str, ...]
     kvmig.add_model()
     said = kvmig.refused(*words, "--flags", '--a "b', status=2)
     assert said == "kvmig: --flags is '--a \"b', must be a list of words: No closing quotation\n"
+
+
+@pytest.mark.parametrize("name", ["a/../../keys/kv", "../keys/kv", "./a", "a/.."])
+@pytest.mark.parametrize(
+    "words", [("rm",), ("model", "show"), ("alias", "rm"), ("key", "revoke"), ("worker", "show")]
+)
+def test_a_name_leads_to_nothing_else_of_the_fleet(
+    kvmig: Kvmig, words: tuple[str, ...], name: str
+) -> None:
+    said = kvmig.refused(*words, name, status=2)
+    assert said == f"kvmig: a name is {name!r}, which is none of the fleet's\n"
 
 
 @pytest.mark.parametrize("name", ["", ".", ".."])
