@@ -180,6 +180,7 @@ class ModelController:
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
         self._told = False  # by init, what runs
+        self._running: set[str] = set()  # of that what has not ended, whether or not it is ours
         self._woken = set[str]()
         """Models to start that the catalogue here doesn't have yet, by name."""
 
@@ -212,7 +213,7 @@ class ModelController:
         """Take news from the supervisor."""
         match news:
             case DeployedPrograms(deployments):
-                self._told = True
+                self._told, self._running = True, {one.deployment for one in deployments}
                 for one in self.rollouts.in_order(deployments):
                     try:
                         self.units.adopt(one) if one.program == "unit" else self._adopt(one)
@@ -227,6 +228,7 @@ class ModelController:
                 if (model := self._whose.get(deployment)) is not None:
                     model.pid = pid
             case DeploymentEnded(deployment):
+                self._running.discard(deployment)
                 if (model := self._whose.pop(deployment, None)) is not None:
                     model.ended, model.deployment = news, ""
                 else:
@@ -256,7 +258,7 @@ class ModelController:
 
     def is_over(self, deployment: str) -> bool:
         """Whether the deployment has ended."""
-        return self._told and deployment not in self._whose
+        return self._told and deployment not in self._running | self._whose.keys()
 
     def wake(self, name: str) -> None:
         """Start a model now, also after failures, or once it is in the next catalogue."""
@@ -638,12 +640,10 @@ class ModelController:
         model.rolled_last = model.cant_roll = None
         model.watched = DeploymentWatcher(note.socket, self._changed.set, self._term())
         model.busy_at = self._clock()
+        devices = self.memory.devices
+        parked = devices.parked(model.wanted.spec)
         model.places = InstancePlaces(
-            dict(note.gpus),
-            note.gpu_bytes,
-            self.memory.devices.parked(model.wanted.spec),
-            self.memory.devices.uuids,
-            self.workers.gpus_of,
+            dict(note.gpus), note.gpu_bytes, parked, devices.uuids, self.workers.gpus_of
         )
         model.nodes = InstanceNodes(dict(note.nodes))
         self._whose[deployment] = model

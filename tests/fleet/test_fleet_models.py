@@ -24,7 +24,14 @@ from kvmig.fleet.managed_model import CatalogEntry, ManagedModel, MissingFiles
 from kvmig.fleet.metrics import of_models
 from kvmig.fleet.model_routes import classes_of
 from kvmig.fleet.model_rows import ModelRow
-from kvmig.fleet.orders import DeploymentStarted, LoadEngine, StopDeployment
+from kvmig.fleet.orders import (
+    DeployedProgram,
+    DeployedPrograms,
+    DeploymentEnded,
+    DeploymentStarted,
+    LoadEngine,
+    StopDeployment,
+)
 from kvmig.fleet.schedule import ScheduledFloor
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
@@ -54,6 +61,19 @@ async def test_proxies_know_a_catalogue_before_the_next_round(bench: Bench) -> N
     assert bench.route.state == "off"
     bench.models.take_catalogue([])
     assert bench.told[-1] == ([], ["a"])
+
+
+async def test_a_deployment_that_nobody_knows_is_not_over_before_its_streams_have_ended(
+    bench: Bench,
+) -> None:
+    """What it uses until then would not be counted."""
+    bench.catalogue(spec())
+    odd = DeployedProgram("d9", "toy", "a note of tomorrow", 7)
+    bench.models.take_news(DeployedPrograms((odd,)))
+    assert bench.ordered[-1] == StopDeployment("d9")
+    assert not bench.models.is_over("d9")
+    bench.models.take_news(DeploymentEnded("d9", "exit code 0"))
+    assert bench.models.is_over("d9")
 
 
 async def test_before_the_first_round_proxies_go_on_with_what_they_know(bench: Bench) -> None:
