@@ -120,6 +120,9 @@ class FleetClient:
     def _ask(self, method: str, path: str, **more: Any) -> Any:
         try:
             answer = self._http.request(method, f"/kvmig/v2/{path}", **more)
+        except UnicodeEncodeError as error:  # of the shell's bytes
+            there = error.object[max(0, error.start - 40) : error.end + 40]
+            raise ConfigError(f"{there!r} has bytes that are not UTF-8") from error
         except httpx.HTTPError as error:
             raise CallFailure(
                 f"no fleet answers at {self.where} ({error}); {self._advice}"

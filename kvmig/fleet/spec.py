@@ -84,8 +84,8 @@ LABEL = re.compile(r"[A-Za-z0-9._/-]{1,64}")
 LEAST_UNIT = 1 << 20
 """Least bytes of a unit's KV cache."""
 LOAD_FORMAT = "--load-format"
-FLAG_BYTES = 1 << 16
-"""Most bytes of all flags of a model."""
+WORD_BYTES = 1 << 16
+"""Most bytes of all flags of a model, and of a command."""
 
 COMMAND_ONLY: Mapping[str, object] = {
     "command": (), "health": HEALTH, "served": "", "parallel": 0,
@@ -307,7 +307,20 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     _check_range(f"{where}: max_held", spec.max_held, 0, 1_000_000)
     _check_range(f"{where}: heartbeat_after_s", spec.heartbeat_after_s, 0, MOST_S)
     _check_flags(where, spec.flags)
+    _check_text(where, spec)
     return spec
+
+
+def _check_text(where: str, spec: ModelSpec) -> None:
+    """Raises ConfigError for what no other process could be sent: proxies would get no model's
+    route any more."""
+    for field in spec.__struct_fields__:
+        try:
+            msgspec.json.encode(getattr(spec, field))
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{where}: {field} has {error.object!r:.100}, must be Unicode text"
+            ) from error
 
 
 def _check_vllm(where: str, spec: ModelSpec) -> None:
@@ -325,6 +338,7 @@ def _check_vllm(where: str, spec: ModelSpec) -> None:
 
 def _check_command(where: str, spec: ModelSpec) -> None:
     """What holds for a model whose server is another's program."""
+    _check_words(f"{where}: command", spec.command)
     try:
         check_template(spec.command)
     except ConfigError as error:
@@ -507,17 +521,21 @@ def _check_instances(where: str, instances: InstanceCounts) -> None:
             raise ConfigError(f"{field}: {error}") from error
 
 
-def _check_flags(where: str, flags: Iterable[str]) -> None:
-    text = "\n".join(flags)
+def _check_words(field: str, words: Iterable[str]) -> None:
+    """Raises ConfigError for words that no program can be started with."""
+    text = "\n".join(words)
     try:
-        sound = len(text.encode()) <= FLAG_BYTES and "\0" not in text
+        sound = len(text.encode()) <= WORD_BYTES and "\0" not in text
     except UnicodeEncodeError:
         sound = False
     if not sound:
         raise ConfigError(
-            f"{where}: flags is {text!r:.200}, must be Unicode text without 0, at most"
-            f" {FLAG_BYTES} bytes"
+            f"{field} is {text!r:.200}, must be Unicode text without 0, at most {WORD_BYTES} bytes"
         )
+
+
+def _check_flags(where: str, flags: Sequence[str]) -> None:
+    _check_words(f"{where}: flags", flags)
     for word in flags:
         if (flag := word.partition("=")[0]) in OURS:
             raise ConfigError(f"{where}: flags has {flag}: that is {OURS[flag]}")

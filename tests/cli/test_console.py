@@ -453,6 +453,12 @@ def test_a_key_that_no_header_takes_is_refused_and_not_shown(key: str) -> None:
     assert (done.exit_code, done.output) == (2, said)
 
 
+def test_words_of_the_shell_that_are_no_text_are_named(kvmig: Kvmig) -> None:
+    said = kvmig.refused("model", "add", "a", "path:/odd\udcff", "--engine", "toy", status=2)
+    assert "/odd\\udcff" in said
+    assert said.endswith("has bytes that are not UTF-8\n")
+
+
 def asked_at(
     monkeypatch: pytest.MonkeyPatch, answer: httpx.Response, *words: str
 ) -> tuple[int, str]:

@@ -142,6 +142,7 @@ def test_it_is_the_same_after_json() -> None:
         ({"flags": ["\0"]}, "flags is '\\x00', must be Unicode text without 0"),
         ({"flags": ["\ud800"]}, "must be Unicode text without 0"),
         ({"flags": ["x" * 70000]}, "at most 65536 bytes"),
+        ({"engine": "toy", "source": "path:/\udcff"}, "source has 'path:/\\udcff', must be Uni"),
         ({"priority": 1001}, "priority is 1001, must be -1000 to 1000"),
         ({"warm": "hot"}, "warm is 'hot', must be none or parked or always"),
         ({"engine": "toy", "adapters": {"l": "/"}}, "adapters is given, must be left out: toy has"),
