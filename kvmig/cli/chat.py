@@ -91,8 +91,10 @@ def converse(model: str, prompt: str, max_tokens: int, as_json: bool) -> None:
             text = prompt or ask()
         except KeyboardInterrupt as interrupted:
             raise typer.Exit(INTERRUPTED) from interrupted
-        if not text:
+        if text is None:
             return
+        if not text.strip():
+            continue
         messages.append({"role": "user", "content": text})
         answer, stopped = "", False
         try:
@@ -110,12 +112,12 @@ def converse(model: str, prompt: str, max_tokens: int, as_json: bool) -> None:
             return
 
 
-def ask() -> str:
-    """A line of the keyboard, or of a pipe; empty at its end."""
+def ask() -> str | None:
+    """A line of the keyboard, or of a pipe; None at its end."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
-        return ""
+        return None
 
 
 def said_by(

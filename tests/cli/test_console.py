@@ -713,9 +713,9 @@ def test_a_chat_shows_that_a_cold_model_starts(answering: list[Any]) -> None:
     assert (done.stdout, done.stderr) == ("four five\n", "model count is starting, 12 s so far\n")
 
 
-def test_a_chat_takes_its_lines_from_a_pipe(answering: list[Any]) -> None:
+def test_a_chat_takes_all_lines_of_a_pipe_that_ask_something(answering: list[Any]) -> None:
     words = ["--url", "http://door", "chat", "count"]
-    done = CliRunner().invoke(console.app, words, input="three\nsix\n")
+    done = CliRunner().invoke(console.app, words, input="three\n\n  \nsix\n")
     assert done.stdout == "four five\nfour five\n"
     said = [one["content"] for one in answering[-1]["messages"]]
     assert said == ["three", "four five", "six"]
