@@ -93,7 +93,7 @@ def converse(model: str, prompt: str, max_tokens: int, as_json: bool) -> None:
             raise typer.Exit(INTERRUPTED) from interrupted
         if text is None:
             return
-        if not text.strip():
+        if not (prompt or text.strip()):
             continue
         messages.append({"role": "user", "content": text})
         answer, stopped = "", False
