@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import threading
@@ -24,8 +25,9 @@ from kvmig.fleet.settings import FleetSettings, data_folder
 
 Parameters = ParamSpec("Parameters")
 
-out = Console(highlight=False, markup=False)
 Json = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
+PIPE_COLUMNS = 1 << 16
+"""Width of a table that goes to no terminal: who reads it there wants each row in one line."""
 SLOW_S = 1.5
 """Time after which a command prints what it waits for."""
 
@@ -99,6 +101,8 @@ def show(answer: Any, as_json: bool, table: Callable[[Any], Table | str]) -> Non
         if found:
             print(found)
     else:
+        given = sys.stdout.isatty() or "COLUMNS" in os.environ
+        out = Console(highlight=False, markup=False, width=None if given else PIPE_COLUMNS)
         out.print(found)
 
 

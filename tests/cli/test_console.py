@@ -376,6 +376,17 @@ def test_why_a_model_failed_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert done.output.splitlines()[2] == f"count: {row['why']}"
 
 
+def test_a_row_is_a_line_where_no_terminal_shows_it(
+    kvmig: Kvmig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kvmig model ls | grep NAME` would find a part of a name."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    name = "meta/" + "long" * 25
+    kvmig.add_model(name)
+    _, row = kvmig("model", "ls").splitlines()
+    assert row.split()[:2] == [name, "zero"]
+
+
 def test_the_fleet_at_a_glance_is_in_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"address": "http://x", "memory_bytes": 25276502016, "claimed_bytes": 1500}
     monkeypatch.setattr(FleetClient, "get", lambda *_: told)
