@@ -129,6 +129,8 @@ class ApiBackend:
     """Vouches for people who log in."""
     reads: StorageReads = field(default_factory=StorageReads)
     """Threads that read users' files."""
+    unsure: Callable[[], object] = lambda: None
+    """Called when the store has failed: what was to change may be changed, and not be known."""
     replacer: PlacementController = field(init=False)
     workers: FleetWorkers = field(init=False)
     live: LiveView = field(init=False)
@@ -151,7 +153,11 @@ class ApiBackend:
     ) -> Result:
         """The result of one of the store's methods, on its thread. Raises what it raises."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.thread, lambda: call(*args, **kw))
+        try:
+            return await loop.run_in_executor(self.thread, lambda: call(*args, **kw))
+        except StoreError:
+            self.unsure()
+            raise
 
     async def _keep_placement(self, wanted: DesiredPlacement) -> None:
         """Store a placement that was planned again."""

@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, get_args
@@ -28,6 +28,7 @@ from kvmig.accounts.allowances import TokenGrant, TokenRequest
 from kvmig.accounts.keys import BAD_KEY, KeyGrant, KeyIndex, is_forgotten, limited_by
 from kvmig.accounts.limits import SpendBucket
 from kvmig.accounts.usage import HandOver
+from kvmig.asgi.uvicorn_task import OwnedServer
 from kvmig.core.background import BackgroundTasks, cancel_tasks, keep_running
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, StartupError
@@ -48,6 +49,7 @@ from kvmig.fleet.figure_rows import forget_engines, store_figure, stored_figures
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.identity_provider import IdentityProvider
 from kvmig.fleet.init_link import InitLink
+from kvmig.fleet.late_reload import LateReload
 from kvmig.fleet.leadership import LeaderRow
 from kvmig.fleet.ledger import sums, take
 from kvmig.fleet.managed_model import CatalogEntry
@@ -125,15 +127,6 @@ SWEEP_S = 60.0
 """Pause between two looks for tokens that were granted to calls that have ended."""
 
 log = logging.getLogger(__name__)
-
-
-class WithoutSignals(uvicorn.Server):
-    """Signals are for the whole process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
 
 
 class FleetServer:
@@ -242,6 +235,8 @@ class FleetServer:
             IdentityProvider(settings.login, monotonic, time.time) if settings.login else None,
             reads,
         )
+        self._late = LateReload(self._learned, self.reload, self._backend.workers.recall)
+        self._backend.unsure = self._late.begin
         self._checks: dict[str, asyncio.Future[FlagsChecked]] = {}
         """Flags that are being checked."""
         self._turning: asyncio.Task[None] | None = None
@@ -366,7 +361,7 @@ class FleetServer:
         app = make_app(self._backend)
         config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False)
         config.timeout_graceful_shutdown = API_END_S
-        self._http = WithoutSignals(config)
+        self._http = OwnedServer(config)
         self._serving = asyncio.create_task(self._http.serve([sock]), name="http")
         while not self._http.started:
             if self._serving.done():
@@ -489,6 +484,7 @@ class FleetServer:
             await self._backend.provider.close()
         await self._backend.replacer.close()
         await self._models.close()
+        self._late.close()
         await self._learned.close()
         await self._weights.close()
 
@@ -561,11 +557,13 @@ class FleetServer:
         return msgspec.structs.replace(stored, base_spec=self._files.resolved(stored.base_spec))
 
     async def _changed(self) -> None:
-        """Take what an order changed, and wait until all proxies know it.
-
-        Raises StoreError.
-        """
-        await self.reload()
+        """Take what an order changed, and wait until all proxies know it; what is stored and can't
+        be read now is taken later."""
+        try:
+            await self.reload()
+        except StoreError as error:
+            log.warning("what was ordered takes effect once the database answers: %s", error)
+            return
         version, proxies = self._version, self._settings.proxies
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_S):

@@ -19,6 +19,8 @@ from kvmig.fleet import server
 from kvmig.fleet.orders import CheckFlags, Order, order_of
 from kvmig.fleet.server import FleetServer
 from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
+from kvmig.fleet.store import FleetStore, KeyChanges
+from kvmig.fleet.tables import StoreError
 from tests.support.waiting import until
 
 
@@ -117,3 +119,32 @@ async def test_the_first_admins_key_is_made_again_where_it_could_not_be_written_
         pass
     assert path.read_text().startswith("kv-")
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_key_whose_revocation_could_not_be_read_back_lets_nobody_in_a_moment_later(
+    settings: FleetSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else would read the keys again before the next order; the same one finds it done."""
+    changes, left = FleetStore.key_changes, [1]
+
+    def locked_once(store: FleetStore, since: int = 0) -> KeyChanges:
+        if left:
+            left.pop()
+            raise StoreError("the database is locked")
+        return changes(store, since)
+
+    transport = httpx.AsyncHTTPTransport(uds=str(settings.api), verify=False)
+    async with (
+        started(settings),
+        httpx.AsyncClient(transport=transport, base_url="http://x/kvmig/v2") as http,
+    ):
+        await http.post("/users", json={"name": "anna"})
+        made = (await http.post("/keys", json={"user": "anna"})).json()
+        headers = {"x-forwarded-for": "10.0.0.9", "authorization": f"Bearer {made['key']}"}
+        assert (await http.get("/names", headers=headers)).status_code == 200
+        monkeypatch.setattr(FleetStore, "key_changes", locked_once)
+        await http.delete(f"/keys/{made['prefix']}")
+        assert not left
+        async with asyncio.timeout(10):
+            while (await http.get("/names", headers=headers)).status_code == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
