@@ -72,7 +72,12 @@ class HeadsFetch:
                                 f"{self.source}: {one.name} is not what its source lists",
                                 lasting=True,
                             )
-            making.rename(ready)
+            try:
+                making.rename(ready)
+            except OSError:
+                if not ready.is_dir():
+                    raise
+                shutil.rmtree(making)  # another one has made the same meanwhile
         except BaseException:
             shutil.rmtree(making, ignore_errors=True)
             raise

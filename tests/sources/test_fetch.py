@@ -496,6 +496,25 @@ def test_heads_have_headers_and_sizes_and_take_no_room(fetching: HubFetching) ->
     assert heads.run() == found
 
 
+def test_of_two_who_make_the_same_heads_the_second_takes_those_of_the_first(
+    fetching: HubFetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetching.hub.add(NAME, with_header(1000))
+    source = parse_source(SOURCE)
+    slow, fast = (origin_of(source, fetching.hub.url) for _ in range(2))
+    fetch, first = slow.fetch, list[FetchHeads]()
+
+    def fetch_late(file: RemoteFile, into: DigestedFile, listed: FileList) -> None:
+        if not first:
+            first.append(HeadsFetch(source, fast, fetching.folder).run())
+        fetch(file, into, listed)
+
+    monkeypatch.setattr(slow, "fetch", fetch_late)
+    found = HeadsFetch(source, slow, fetching.folder).run()
+    assert [found] == first
+    assert not any((fetching.folder.root / "gone").iterdir())
+
+
 def test_heads_of_a_gguf_file_are_its_header_and_a_hole(fetching: HubFetching) -> None:
     whole = gguf_file(LLAMA, 30_000_000)
     fetching.hub.add("plain", {"tiny.gguf": whole})
