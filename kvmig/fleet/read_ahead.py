@@ -76,10 +76,11 @@ class WeightsReader:
 
 def read_weights(folder: Path, most: int, ends: threading.Event) -> int:
     """Read whole files with weights, as long as they are `most` bytes together, in the order in
-    which engines load them. Returns the bytes. ends: set to end it. Raises OSError."""
+    which engines load them. Returns the bytes. folder: it may be one such file. ends: set to end
+    it. Raises OSError."""
     buffer, total = bytearray(PIECE_BYTES), 0
     note_path(folder)
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
         if not any(fnmatch(path.name, one) for one in WEIGHTS):
             continue
         note_path(path)

@@ -7,11 +7,13 @@ the next one tries again.
 
 from __future__ import annotations
 
+import os
 import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from tempfile import mkstemp
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
@@ -191,17 +193,17 @@ class FleetStore:
             raise ConfigError("a backup of PostgreSQL is its own tools' work: run pg_dump")
         if not path.is_absolute() or not str(path).isprintable():
             raise ConfigError(f"{str(path)!r:.150} must be a new file's whole path")
-        part = Path(f"{path}.part")
         try:
             if path.exists():
                 raise ConfigError(f"{path} is there already, must be a new file")
-            part.unlink(missing_ok=True)
-            part.touch(mode=0o600)
+            # In a folder of several users a name that others know could be a link of theirs.
+            descriptor, name = mkstemp(".part", f"{path.name}.", path.parent)
+            os.close(descriptor)
             try:
-                copy_sqlite(self.database.path, part)
-                part.replace(path)
+                copy_sqlite(self.database.path, Path(name))
+                Path(name).replace(path)
             finally:
-                part.unlink(missing_ok=True)
+                Path(name).unlink(missing_ok=True)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"{path} can't be written: {error}") from error
 

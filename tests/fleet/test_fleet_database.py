@@ -430,6 +430,16 @@ def test_a_backup_overwrites_nothing(empty_place: Place) -> None:
     assert list(empty_place.folder.glob("*.part")) == []
 
 
+def test_a_backup_leaves_what_is_beside_it_alone(empty_place: Place) -> None:
+    """Another user's link, for example, in a folder of several users."""
+    other = empty_place.folder / "saved.part"
+    other.write_text("precious")
+    with opened(empty_place) as store:
+        store.backup(empty_place.folder / "saved")
+    assert other.read_text() == "precious"
+    assert (empty_place.folder / "saved").stat().st_mode & 0o777 == 0o600
+
+
 def test_postgres_is_saved_by_its_own_tools(postgres_place: Place) -> None:
     with opened(postgres_place) as store, pytest.raises(ConfigError, match="run pg_dump"):
         store.backup(postgres_place.folder / "saved")

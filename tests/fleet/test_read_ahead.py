@@ -43,6 +43,11 @@ async def test_whole_files_with_weights_are_read_as_far_as_memory_goes(tmp_path:
     assert read_weights(tmp_path, 20_000, ends) == 0
 
 
+async def test_a_model_that_is_a_file_is_read(reader: WeightsReader, tmp_path: Path) -> None:
+    make_files(tmp_path, a_gguf=5000)
+    assert await reader.begin(str(tmp_path / "a.gguf")) == 5000
+
+
 async def test_several_models_are_read_one_after_the_other(
     reader: WeightsReader, tmp_path: Path
 ) -> None:
