@@ -39,6 +39,11 @@ class LateReload:
         if not self._closed and (self._running is None or self._running.done()):
             self._running = self._tasks.start(self._run(), "late reload")
 
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until all is read, timeout_s at most."""
+        if self._running is not None:
+            await asyncio.wait({self._running}, timeout=timeout_s)
+
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(LATE_S)
