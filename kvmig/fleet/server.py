@@ -563,7 +563,7 @@ class FleetServer:
             await self.reload()
         except StoreError as error:
             log.warning("what was ordered takes effect once the database answers: %s", error)
-            return await self._late.settle(KNOWN_S)
+            await self._late.settle(KNOWN_S)
         version, proxies = self._version, self._settings.proxies
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_S):
