@@ -289,7 +289,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     async def status(_: OrderActor = caller) -> Body:
         """The fleet at a glance."""
         return {
-            "address": f"{settings.scheme}://{settings.host}:{settings.port}",
+            "address": settings.url,
             **({} if settings.certificate is None else {"certificate": settings.certificate.cert}),
             "models": len(await backend.stored(store.models)),
             "proxies": models.reports.connected,

@@ -84,6 +84,11 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
         """How clients' URLs begin."""
         return "http" if self.certificate is None else "https"
 
+    @property
+    def url(self) -> str:
+        """The address at which this host serves clients."""
+        return f"{self.scheme}://{host_and_port(self.host, self.port)}"
+
     def path(self, *parts: str) -> Path:
         """The path of a file in the folder."""
         return Path(self.data, *parts)
@@ -133,6 +138,11 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     def log(self, name: str) -> Path:
         """The log of a process."""
         return self.path("logs", f"{name}.log")
+
+
+def host_and_port(host: str, port: int) -> str:
+    """HOST:PORT as URLs have it: addresses of IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def data_folder(given: str) -> str:

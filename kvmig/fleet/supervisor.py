@@ -48,7 +48,13 @@ from kvmig.fleet.orders import (
     order_of,
 )
 from kvmig.fleet.process_logs import last_of, last_sentence, size_of, turn_log
-from kvmig.fleet.settings import FleetSettings, ServerLaunch, environment_of, make_folders
+from kvmig.fleet.settings import (
+    FleetSettings,
+    ServerLaunch,
+    environment_of,
+    host_and_port,
+    make_folders,
+)
 from kvmig.launcher.fork_servers import ForkServers
 from kvmig.mirror.settings import MirrorSettings
 from kvmig.process.child import quiet, say
@@ -331,16 +337,14 @@ class FleetSupervisor:
     async def _serve(self, proxies: list[KeptChild]) -> None:
         """Let clients in. Raises StartupError."""
         self._serves = True
-        host, port = self._sock.getsockname()[:2]
         for one in filter(None, (self._sock, self._hub, self._peers)):
             try:
                 one.listen(WAITING_CLIENTS)
             except OSError as error:
-                at = "{}:{}".format(*one.getsockname()[:2])
+                at = host_and_port(*one.getsockname()[:2])
                 raise StartupError(f"{at} can't be used: {error}") from error
         await asyncio.gather(*(proxy.start() for proxy in proxies))
-        url = f"{self._settings.scheme}://{host}:{port}"
-        say(f"serving on {url}, files are in {self._settings.data}")
+        say(f"serving on {self._settings.url}, files are in {self._settings.data}")
         if self._settings.hub_port:
             say(f"a mirror of the hub: HF_ENDPOINT=http://{HUB_HOST}:{self._settings.hub_port}")
 
@@ -409,9 +413,7 @@ class FleetSupervisor:
         if self._peers is None:
             return ""
         host, port = self._peers.getsockname()[:2]
-        if host in WILDCARDS:
-            return f":{port}"
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return f":{port}" if host in WILDCARDS else host_and_port(host, port)
 
     async def _begin_relay(self, number: int, heartbeat: int) -> ChildProcess:
         launch = msgspec.structs.replace(self._proxy_launch(number), relays=True)

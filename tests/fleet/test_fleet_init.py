@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmig.cli.client import check_url
 from kvmig.core.errors import StartupError
 from kvmig.fleet import process_logs, supervisor
 from kvmig.fleet.orders import (
@@ -127,6 +128,18 @@ def test_a_command_of_the_catalogue_does_not_start_in_a_fleet_that_runs_none() -
     assert supervisor.module_of("unit", settings) == "kvmig.sharing.__main__"
     allowed = FleetSettings(data="/d", allow_commands=True)
     assert supervisor.module_of("command", allowed) == "kvmig.command.__main__"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8080"),
+        ("fleet.lan", "http://fleet.lan:8080"),
+        ("::", "http://[::]:8080"),
+    ],
+)
+def test_the_url_of_a_fleet_is_one_that_its_own_command_takes(host: str, url: str) -> None:
+    assert check_url(FleetSettings(data="/d", host=host).url) == url
 
 
 def test_without_a_log_there_is_none(tmp_path: Path) -> None:
