@@ -372,7 +372,10 @@ def whose_server(args: Namespace, sock: socket.socket) -> str:
 def address_of(sock: socket.socket) -> str:
     """The address that clients connect to."""
     bound = sock.getsockname()
-    return f"unix:{bound}" if isinstance(bound, str) else f"http://{bound[0]}:{bound[1]}"
+    if isinstance(bound, str):
+        return f"unix:{bound}"
+    host, port = bound[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextlib.contextmanager
