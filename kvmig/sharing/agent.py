@@ -3,8 +3,9 @@ have, and which of them computes next.
 
 The decisions are those of `kvmig.sharing.lease_ledger` and `kvmig.sharing.step_scheduler`. The
 agent holds no memory of theirs, so its end stops no instance: members keep what they have, connect
-again, and report it to the next agent, which leases nothing more until all whose processes live
-have. A member that is connected no more keeps its lease until its process is gone.
+again, and report it to the next agent, which leases nothing more, and takes no new member, until
+all whose processes live have. A member that is connected no more keeps its lease until its process
+is gone.
 """
 
 from __future__ import annotations
@@ -89,11 +90,13 @@ class UnitAgent:
         """Lets clients in again, after there was no file for one."""
         self._loop = asyncio.get_running_loop()
         self._settled_at = self._loop.time() + settle_s
-        self._settled = False
-        """Whether all that may hold memory have reported how much."""
+        self._settled = asyncio.Event()
+        """Set once all that may hold memory have reported how much."""
         self._roll = MemberLocks(sock.getsockname())
         self._refused: set[int] = set()
         """Processes of members that may not join; they have what they have."""
+        self._new: set[int] = set()
+        """Processes of members that have no lease, and join once all that have one are back."""
 
     async def run(self) -> None:
         """Serve until it is cancelled."""
@@ -101,10 +104,10 @@ class UnitAgent:
         self._listen()
         try:
             while True:
-                if not self._settled:
-                    self._settled = self._all_known()
+                if self._all_known():
+                    self._settled.set()
                 self._tell()
-                await asyncio.sleep(TICK_S if self._settled else SETTLE_S / 20)
+                await asyncio.sleep(TICK_S if self._settled.is_set() else SETTLE_S / 20)
         finally:
             if self._again is not None:
                 self._again.cancel()
@@ -162,7 +165,10 @@ class UnitAgent:
         name = ""
         try:
             while packet := await packets.recv():
-                name = self._handle(packets, name, _decoded(packet)) or name
+                message = _decoded(packet)
+                if isinstance(message, MemberHello) and message.lease < message.floor:
+                    await self._let_others_come(packets.process)
+                name = self._handle(packets, name, message) or name
         except (ConfigError, PeerError) as error:
             self._refused.add(packets.process)
             with contextlib.suppress(TransportError):  # it has gone
@@ -204,6 +210,14 @@ class UnitAgent:
         return name
 
     # -- members
+
+    async def _let_others_come(self, process: int) -> None:
+        """A new member's process waits: one that has memory would be refused in its favour."""
+        self._new.add(process)
+        try:
+            await self._settled.wait()
+        finally:
+            self._new.discard(process)
 
     def _join(self, packets: UnixPackets, hello: MemberHello) -> None:
         """Raises ConfigError."""
@@ -252,14 +266,16 @@ class UnitAgent:
         self._ledger.remove_member(name, self._loop.time())
 
     def _all_known(self) -> bool:
-        known = {one.process for one in self._tenants.values()} | self._refused
+        if self._settled.is_set():
+            return True
+        known = {one.process for one in self._tenants.values()} | self._refused | self._new
         return self._loop.time() >= self._settled_at and self._roll.processes() <= known
 
     def _tell(self) -> None:
         """Let the rule look, and send what follows. A member that isn't connected gets it once it
         is."""
         self._ledger.adapt(self._loop.time())
-        for name, order in self._ledger.orders(grow=self._settled):
+        for name, order in self._ledger.orders(grow=self._settled.is_set()):
             packets = self._tenants[name].packets
             if packets is None:
                 continue

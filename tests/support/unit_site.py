@@ -18,10 +18,10 @@ from kvmig.sharing.step_scheduler import StepScheduler
 
 @contextlib.asynccontextmanager
 async def agent(
-    path: Path, *, settle_s: float = 0.0, turns: StepScheduler | None = None
+    path: Path, *, settle_s: float = 0.0, turns: StepScheduler | None = None, arena: int = 64
 ) -> AsyncIterator[LeaseLedger]:
-    """It has an arena of 64 MiB, and dies at the end of the block."""
-    ledger = LeaseLedger(64 * MIB)
+    """It dies at the end of the block. arena: in MiB."""
+    ledger = LeaseLedger(arena * MIB)
     with take_path(str(path), socket.SOCK_SEQPACKET) as sock:
         running = asyncio.create_task(UnitAgent(sock, ledger, settle_s, turns).run())
         try:
