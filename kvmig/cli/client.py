@@ -184,7 +184,8 @@ def check_url(url: str) -> str:
     shown = shown_url(url)
     try:
         parts = urlsplit(url)
-        sound = not url or (parts.scheme in ("http", "https") and bool(httpx.URL(url).host))
+        named = bool(httpx.URL(url).host) and parts.port != 0
+        sound = not url or (parts.scheme in ("http", "https") and named)
     except (ValueError, httpx.InvalidURL):
         sound = False
     if not sound:

@@ -478,6 +478,9 @@ class FleetServer:
         await self._files.close()
         if self._http is not None:
             self._http.should_exit = True
+        for one in self._checks.values():
+            if not one.done():
+                one.set_exception(StoreError("the server ends"))
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
         if self._backend.provider is not None:

@@ -16,6 +16,7 @@ import pytest
 
 from kvmig.core.errors import KvmigError, StartupError
 from kvmig.fleet import server
+from kvmig.fleet.api import ApiBackend
 from kvmig.fleet.orders import CheckFlags, Order, order_of
 from kvmig.fleet.server import FleetServer
 from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
@@ -49,6 +50,11 @@ async def started(settings: FleetSettings) -> AsyncIterator[list[Order]]:
             loop.remove_reader(ours)
             async with asyncio.timeout(20):
                 await made.close()
+
+
+def api_client(settings: FleetSettings) -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(uds=str(settings.api), verify=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://x/kvmig/v2", timeout=60)
 
 
 class DeposedServer:
@@ -90,19 +96,38 @@ async def test_a_server_that_lost_the_lead_while_it_started_does_not_say_that_it
     assert said == b""
 
 
-async def test_a_call_that_waits_for_an_engine_keeps_no_server_from_its_end(
-    settings: FleetSettings, monkeypatch: pytest.MonkeyPatch
+async def test_an_order_that_waits_for_an_engine_is_refused_when_the_server_ends(
+    settings: FleetSettings,
 ) -> None:
     """Another host would take over, and a fleet end, only minutes later."""
-    monkeypatch.setattr(server, "API_END_S", 1, raising=False)
-    transport = httpx.AsyncHTTPTransport(uds=str(settings.api), verify=False)
     spec = {"name": "a", "source": f"path:{settings.data}", "engine": "toy"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as http:
+    async with api_client(settings) as http:
         async with started(settings) as orders:
-            adding = asyncio.create_task(http.post("/kvmig/v2/models", json=spec))
+            adding = asyncio.create_task(http.post("/models", json=spec))
             await until(lambda: any(isinstance(order, CheckFlags) for order in orders))
-        with pytest.raises(httpx.TransportError):
-            await adding
+        answer = await adding
+    assert answer.status_code == 503
+    assert "the server ends" in answer.text
+
+
+async def test_a_call_that_does_not_end_keeps_no_server_from_its_end(
+    settings: FleetSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+
+    async def hang(*_: object) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(server, "API_END_S", 1, raising=False)
+    monkeypatch.setattr(ApiBackend, "checked", hang)
+    spec = {"name": "a", "source": f"path:{settings.data}", "engine": "toy"}
+    async with api_client(settings) as http:
+        async with started(settings):
+            adding = asyncio.create_task(http.post("/models", json=spec))
+            async with asyncio.timeout(20):
+                await begun.wait()
+        assert (await adding).status_code == 500
 
 
 async def test_the_first_admins_key_is_made_again_where_it_could_not_be_written_down(
@@ -133,11 +158,7 @@ async def test_a_key_whose_revocation_could_not_be_read_back_lets_nobody_in_a_mo
             raise StoreError("the database is locked")
         return changes(store, since)
 
-    transport = httpx.AsyncHTTPTransport(uds=str(settings.api), verify=False)
-    async with (
-        started(settings),
-        httpx.AsyncClient(transport=transport, base_url="http://x/kvmig/v2") as http,
-    ):
+    async with started(settings), api_client(settings) as http:
         await http.post("/users", json={"name": "anna"})
         made = (await http.post("/keys", json={"user": "anna"})).json()
         headers = {"x-forwarded-for": "10.0.0.9", "authorization": f"Bearer {made['key']}"}
