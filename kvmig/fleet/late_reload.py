@@ -1,6 +1,6 @@
 """What the database has is read again where it has given no answer.
 
-An order may be stored though its server heard nothing of it, or could not read back what it has
+An order may be stored though its server got no answer, or could not read back what it has
 changed: the same order, given again, finds it done. Nothing else reads the catalogue and the keys
 before the next order, and a key that was revoked would let calls in until then.
 """
