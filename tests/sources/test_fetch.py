@@ -25,8 +25,10 @@ from kvmig.sources.downloads import read_rest
 from kvmig.sources.fetcher import hide, plain, reported, secrets_of
 from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, checked_list, chosen
 from kvmig.sources.files_folder import COMING
+from kvmig.sources.heads import HeadsFetch
 from kvmig.sources.messages import (
     FetchFailed,
+    FetchHeads,
     FetchLaunch,
     FetchListed,
     FetchProgress,
@@ -501,7 +503,7 @@ def test_of_two_who_make_the_same_heads_the_second_takes_those_of_the_first(
 ) -> None:
     fetching.hub.add(NAME, with_header(1000))
     source = parse_source(SOURCE)
-    slow, fast = (origin_of(source, fetching.hub.url) for _ in range(2))
+    slow, fast = (origin_of(source, fetching.hub_url) for _ in range(2))
     fetch, first = slow.fetch, list[FetchHeads]()
 
     def fetch_late(file: RemoteFile, into: DigestedFile, listed: FileList) -> None:
