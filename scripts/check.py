@@ -553,7 +553,8 @@ def record_long_tests(outcomes: Iterable[Outcome], whole: bool) -> None:
     for outcome in outcomes:
         if outcome.name not in LONG_NAMES or outcome.why:
             continue
-        cases: Sequence[Case] = outcome.cases
+        # What failed or was cut off outside of any test is reported without a name.
+        cases: Sequence[Case] = [one for one in outcome.cases if group_of(one.name)]
         if outcome.passed and outcome.name in WITHOUT_TESTS:
             cases = [Case("", "passed", outcome.seconds)]
         tests = [(one.name, None if one.how == "failed" else one.seconds) for one in cases]

@@ -73,11 +73,11 @@ class LongSlices:
         homes = self.homes_of(check, file_of(group))
         return homes[crc32(group.encode()) % len(homes)] if known is None else known
 
-    def homes_of(self, check: str, file: str = "") -> list[int]:
+    def homes_of(self, check: str, file: str | None = None) -> list[int]:
         """All slices that run some of a check's tests. file: the only one whose tests count, by its
-        name without the suffix; all count where none of its tests is known."""
+        name without the suffix; all count without one, or where none of its tests is known."""
         known = self.numbers.get(check, {})
-        of_file = {number for group, number in known.items() if file_of(group) == file}
+        of_file = {at for group, at in known.items() if file in (None, file_of(group))}
         return sorted(of_file or set(known.values())) or [crc32(check.encode()) % SLICES]
 
     def seconds_of(self, seconds: Seconds, number: int | None) -> dict[str, float]:

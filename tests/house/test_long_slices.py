@@ -114,6 +114,20 @@ def test_each_long_check_runs_within_32_slices() -> None:
     assert all(one.slice == number for number, part in enumerate(parts) for one in part)
 
 
+def test_each_slice_runs_the_checks_whose_tests_are_in_it() -> None:
+    slices = assign_slices(read_seconds())
+    for number in range(SLICES):
+        named = {name for name, some in slices.numbers.items() if number in some.values()}
+        part = {one.name for one in check.part_of_long(slices, number)}
+        assert named == part & slices.numbers.keys()
+
+
+def test_a_check_whose_tests_have_files_runs_in_their_slices_also_if_one_has_none() -> None:
+    slices = LongSlices({"a": {"": 5, "test_b": 3, "test_c[x]": 4}})
+    assert slices.homes_of("a") == [3, 4, 5]
+    assert slices.homes_of("a", "test_c") == [4]
+
+
 @pytest.mark.parametrize("one", [one for one in check.LONG if not one.marks], ids=str)
 def test_a_long_check_without_tests_runs_in_one_slice(one: check.Check) -> None:
     assert len(assign_slices(read_seconds()).homes_of(one.name)) == 1
@@ -211,6 +225,13 @@ def test_how_long_each_group_took_is_recorded() -> None:
     said = check.long_tests(outcomes, 4)
     assert f"slice 4 of {long_slices.SLICES}" in said
     assert f"{LONG}: test_a (2)" in said
+
+
+@pytest.mark.usefixtures("recorded")
+def test_what_is_reported_without_a_tests_name_is_not_recorded() -> None:
+    outcome = Outcome(LONG, False, 9.0, [Case("", "passed", 0.0), *cases_of("one")])
+    check.record_long_tests([outcome], whole=False)
+    assert read_seconds() == {LONG: {"test_a": 1.0}}
 
 
 @pytest.mark.usefixtures("recorded")
