@@ -51,7 +51,12 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     state: Annotated[
         str, Meta(description="starting, serving, draining, silent, hung, failed or lost.")
     ]
-    detail: Annotated[str, Meta(description="Why it is in this state; empty when it serves.")] = ""
+    detail: Annotated[
+        str,
+        Meta(
+            description="Why it is in this state; empty when it serves and is not to start again."
+        ),
+    ] = ""
     model: str = ""
     endpoint: str = ""
     blocks_total: int = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import pairwise
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -17,8 +17,9 @@ import pytest
 from kvmig.engines.base import CameBlocks
 from kvmig.kvtransfer.measured import ChunkSizer
 from kvmig.kvtransfer.messages import Abort, ChunkDone
+from kvmig.kvtransfer.report import MigrationReport
 from kvmig.rpc.messages import RpcMessage
-from tests.support.copying_engine import CopyingEngine, Kind, engine_of
+from tests.support.copying_engine import CopyingEngine, HeldScatter, Kind, engine_of
 from tests.support.fake_cluster import Cluster, cluster
 from tests.support.fake_engine import BLOCK_BYTES, BLOCK_TOKENS
 from tests.support.waiting import PATIENCE_S, until
@@ -46,6 +47,27 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def between(pair: Pair, **more: Any) -> AbstractAsyncContextManager[Cluster]:
     source, destination = pair
     return cluster(source=source, destination=destination, chunks=4, **more)
+
+
+class HeldMove(NamedTuple):
+    """A migration whose destination is in the midst of a copy."""
+
+    them: Cluster
+    held: HeldScatter
+    moving: asyncio.Task[MigrationReport]
+
+
+@asynccontextmanager
+async def held_move(pair: Pair, number: int, asked: int = 0) -> AsyncIterator[HeldMove]:
+    """number: of the copy that is held. asked: copies that the destination was asked for by then;
+    0: any."""
+    _, destination = pair
+    held = destination.hold(number)
+    async with between(pair) as them:
+        moving = asyncio.create_task(them.move())
+        await until(held.begun.is_set)
+        await until(lambda: asked in (0, destination.asked))
+        yield HeldMove(them, held, moving)
 
 
 def transport_of(pair: Pair) -> str:
@@ -77,10 +99,7 @@ async def test_copies_keep_the_order_of_the_chunks_and_two_of_a_migration_are_as
     pair: Pair,
 ) -> None:
     _, destination = pair
-    held = destination.hold(3)
-    async with between(pair) as them:
-        moving = asyncio.create_task(them.move())
-        await until(held.begun.is_set)
+    async with held_move(pair, 3) as (_, held, moving):
         held.go_on.set()
         report = await moving
         request = destination.running["r"]
@@ -94,11 +113,7 @@ async def test_copies_keep_the_order_of_the_chunks_and_two_of_a_migration_are_as
 
 async def test_a_chunk_of_the_report_took_as_long_as_its_own_copy(pair: Pair) -> None:
     """Not the time in which its copy waited for the one before it."""
-    _, destination = pair
-    held = destination.hold(1)
-    async with between(pair) as them:
-        moving = asyncio.create_task(them.move())
-        await until(held.begun.is_set)
+    async with held_move(pair, 1) as (_, held, moving):
         await asyncio.sleep(LONG_S)
         held.go_on.set()
         report = await moving
@@ -111,12 +126,8 @@ async def test_a_chunk_of_the_report_took_as_long_as_its_own_copy(pair: Pair) ->
 
 async def test_an_urgent_copy_goes_before_the_one_that_waits(pair: Pair) -> None:
     _, destination = pair
-    held = destination.hold(1)
     other = destination.start("other")
-    async with between(pair) as them:
-        moving = asyncio.create_task(them.move())
-        await until(held.begun.is_set)
-        await until(lambda: destination.asked == 3)
+    async with held_move(pair, 1, asked=3) as (_, held, moving):
         start = other.blocks[0] * BLOCK_BYTES
         same = memoryview(bytearray(destination.memory[start : start + BLOCK_BYTES]))
         copy = destination.scatter(other.blocks[:1], same, urgent=True)
@@ -226,11 +237,8 @@ async def test_a_chunk_behind_a_corrupt_one_has_left_its_blocks_before_they_are_
 
 async def test_a_corrupt_chunk_whose_copy_had_begun_is_refused_in_its_turn(pair: Pair) -> None:
     _, destination = pair
-    held = destination.hold(2)
     destination.watched.change = lambda number, sums: [0] if number == 2 else sums
-    async with between(pair) as them:
-        moving = asyncio.create_task(them.move())
-        await until(held.begun.is_set)
+    async with held_move(pair, 2) as (them, held, moving):
         held.go_on.set()
         report = await moving
         assert (report.reason, them.owners()) == ("corrupt", "a")
@@ -242,11 +250,7 @@ async def test_a_client_that_leaves_while_two_chunks_are_in_the_engine_leaves_no
     pair: Pair,
 ) -> None:
     _, destination = pair
-    held = destination.hold(1)
-    async with between(pair) as them:
-        moving = asyncio.create_task(them.move())
-        await until(held.begun.is_set)
-        await until(lambda: destination.asked == 3)
+    async with held_move(pair, 1, asked=3) as (them, held, moving):
         them.a.migrations.cancel_request("r", "aborted_by_client")
         await until(lambda: any(isinstance(message, Abort) for message in them.b.heard))
         await asyncio.sleep(REST_S)
@@ -260,11 +264,7 @@ async def test_a_client_that_leaves_the_destination_ends_the_migration_after_the
     pair: Pair,
 ) -> None:
     _, destination = pair
-    held = destination.hold(1)
-    async with between(pair) as them:
-        moving = asyncio.create_task(them.move())
-        await until(held.begun.is_set)
-        await until(lambda: destination.asked == 3)
+    async with held_move(pair, 1, asked=3) as (them, held, moving):
         them.b.migrations.cancel_request("r", "aborted_by_client")
         held.go_on.set()
         assert (await moving).reason == "aborted_by_client"
@@ -275,11 +275,7 @@ async def test_a_copy_that_takes_too_long_ends_the_migration_and_the_one_behind_
     pair: Pair,
 ) -> None:
     _, destination = pair
-    held = destination.hold(1)
-    async with between(pair) as them:
-        moving = asyncio.create_task(them.move())
-        await until(held.begun.is_set)
-        await until(lambda: destination.asked == 3)
+    async with held_move(pair, 1, asked=3) as (them, held, moving):
         them.skip_answer()
         await until(lambda: destination.inside == 1)
         await asyncio.sleep(REST_S)
@@ -296,11 +292,7 @@ async def test_a_destination_that_stops_frees_no_block_that_a_copy_is_still_at(
     pair: Pair, late: bool
 ) -> None:
     _, destination = pair
-    held = destination.hold(1)
-    async with between(pair) as them:
-        moving = asyncio.create_task(them.move())
-        await until(held.begun.is_set)
-        await until(lambda: destination.asked == 3)
+    async with held_move(pair, 1, asked=3) as (them, held, moving):
         if late:
             them.skip_answer()
             await until(lambda: destination.inside == 1)

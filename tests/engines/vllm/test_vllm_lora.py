@@ -15,7 +15,7 @@ import pytest
 from kvmig.core.errors import MigrationRefused
 from tests.support import tiny_lora
 from tests.support.vllm_pair import LONG, PROMPT, SEEDED, Engines, Pair, assert_same
-from tests.support.vllm_side import Configuration, Side
+from tests.support.vllm_side import Configuration, Output, Side
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -142,15 +142,20 @@ async def test_a_slot_that_was_taken_since_the_reserve_is_refused_at_the_commit(
     assert (await pair.finish("kept")).tokens == unmoved.tokens
 
 
-async def test_a_resumed_request_whose_slot_was_taken_waits_for_it(
-    pair: Pair, one: LoRARequest, two: LoRARequest
-) -> None:
+async def resume_without_slot(pair: Pair, one: LoRARequest, two: LoRARequest) -> Output:
+    """Have `kept` resumed after `busy` has taken its adapter's only place; `kept`, unmoved."""
     unmoved = await pair.unmoved(PROMPT, lora=one, **SEEDED)
     await pair.exported("kept", PROMPT, lora=one, **SEEDED, until=10)
     await pair.suspend(pair.a, "kept", 0)
     await pair.run(pair.a, "busy", PROMPT, lora=two, until=1)
-
     await pair.done(pair.a.engine.resume("kept"))
+    return unmoved
+
+
+async def test_a_resumed_request_whose_slot_was_taken_waits_for_it(
+    pair: Pair, one: LoRARequest, two: LoRARequest
+) -> None:
+    unmoved = await resume_without_slot(pair, one, two)
     pair.a.step()
 
     states = {one.request_id: one.state for one in await pair.done(pair.a.engine.requests())}
@@ -162,11 +167,7 @@ async def test_one_that_waits_for_its_slot_takes_no_place_of_those_that_run(
     pair: Pair, one: LoRARequest, two: LoRARequest
 ) -> None:
     """Runner V2 has as many as may run, which are four."""
-    unmoved = await pair.unmoved(PROMPT, lora=one, **SEEDED)
-    await pair.exported("kept", PROMPT, lora=one, **SEEDED, until=10)
-    await pair.suspend(pair.a, "kept", 0)
-    await pair.run(pair.a, "busy", PROMPT, lora=two, until=1)
-    await pair.done(pair.a.engine.resume("kept"))
+    unmoved = await resume_without_slot(pair, one, two)
 
     for number in range(3):
         pair.submit(pair.a, f"busy {number}", PROMPT, lora=two)
@@ -179,11 +180,7 @@ async def test_one_that_waits_for_its_slot_takes_no_place_of_those_that_run(
 async def test_one_that_waits_for_its_slot_with_its_blocks_does_so_after_a_move_that_failed(
     pair: Pair, one: LoRARequest, two: LoRARequest
 ) -> None:
-    unmoved = await pair.unmoved(PROMPT, lora=one, **SEEDED)
-    await pair.exported("kept", PROMPT, lora=one, **SEEDED, until=10)
-    await pair.suspend(pair.a, "kept", 0)
-    await pair.run(pair.a, "busy", PROMPT, lora=two, until=1)
-    await pair.done(pair.a.engine.resume("kept"))
+    unmoved = await resume_without_slot(pair, one, two)
 
     await pair.done(pair.a.engine.export("kept"))
     await pair.suspend(pair.a, "kept", 0)
